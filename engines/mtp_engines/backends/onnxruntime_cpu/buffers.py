@@ -1,0 +1,46 @@
+"""Arrays that a session reads and writes in place, bound once and reused every cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+AnyArray = npt.NDArray[Any]
+
+
+class Bound:
+    """One session with all its inputs and outputs bound to arrays of the caller.
+
+    The arrays are shared with ONNX Runtime, not copied: write the inputs, call `run`, read the outputs.
+    """
+
+    def __init__(
+        self, session: ort.InferenceSession, inputs: Mapping[str, AnyArray], outputs: Mapping[str, AnyArray]
+    ) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._values: list[ort.OrtValue] = []
+        for name, array in inputs.items():
+            self._binding.bind_ortvalue_input(name, self._share(array))
+        for name, array in outputs.items():
+            self._binding.bind_ortvalue_output(name, self._share(array))
+
+    def run(self) -> None:
+        """Run the session over the bound arrays."""
+        self._session.run_with_iobinding(self._binding)
+
+    def _share(self, array: AnyArray) -> ort.OrtValue:
+        assert array.flags.c_contiguous, "ONNX Runtime shares contiguous memory only"
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        assert array.size == 0 or value.data_ptr() == array.ctypes.data, "ONNX Runtime copied an array it should share"
+        self._values.append(value)
+        return value
+
+
+def zeros(*shape: int) -> npt.NDArray[np.float32]:
+    """float32 zeros; untouched pages cost no memory."""
+    return np.zeros(shape, np.float32)

@@ -1,0 +1,67 @@
+"""The ONNX Runtime CPU engine: four sessions over one weight file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from mtp_engines.backends.onnxruntime_cpu.sequences import CpuSequences
+from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
+from mtp_engines.contracts.manifest import Limits
+from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.errors import RequestError
+from mtp_engines.lowering.commit import commit_model
+from mtp_engines.lowering.heads import head_model, without_head
+from mtp_engines.lowering.onnxruntime_cpu import lower
+
+
+class CpuEngine:
+    """Backbone, vocabulary head, MTP head and commit as sessions; see `mtp_engines.engine.Engine`.
+
+    One backbone session serves prefill, decode and verify, and one head session serves target and
+    draft, so every matrix is packed once.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        limits: Limits,
+        numerics: str,
+        backbone: Path,
+        mtp: Path | None,
+        threads: int = 0,
+    ) -> None:
+        """Open the canonical graphs of a bundle and lower them.
+
+        Args:
+            spec: what the graphs were built from.
+            limits: what the bundle was built for.
+            numerics: the manifest's promise.
+            backbone: canonical backbone graph; its weight file lies beside it.
+            mtp: canonical head graph in the same folder, or None.
+            threads: intra-op threads of each session; 0 takes one for each physical core.
+
+        Raises:
+            BundleError: ONNX Runtime refuses a graph.
+        """
+        self.spec, self.limits, self.numerics = spec, limits, numerics
+        folder = backbone.parent
+
+        def session(model: ir.Model) -> ort.InferenceSession:
+            return open_session(model, folder, threads=threads)
+
+        self.head = session(head_model(ir.load(backbone)))
+        self.backbone = session(lower(without_head(ir.load(backbone))))
+        self.commit = session(commit_model(spec)) if any(spec.delta_layers()) else None
+        self.mtp = session(lower(without_head(ir.load(mtp)))) if mtp is not None else None
+
+    def sequences(self, batch: int = 1) -> CpuSequences:
+        """Fresh state for `batch` sequences that run together."""
+        if not 1 <= batch <= self.limits.max_batch_size:
+            raise RequestError(
+                f"{batch} sequences were asked for at once, this bundle was built for 1 to "
+                f"{self.limits.max_batch_size}. Build it again with --max-batch-size {max(batch, 1)}."
+            )
+        return CpuSequences(self, batch)

@@ -1,0 +1,186 @@
+"""Sequences of the ONNX Runtime CPU engine: stage rows, commit some of them, draft."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
+from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
+from mtp_engines.backends.onnxruntime_cpu.mtp import MtpHead
+from mtp_engines.backends.onnxruntime_cpu.state import TargetState, factor_buffers
+from mtp_engines.contracts import names
+from mtp_engines.engine import Floats, Ids, Verified
+from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
+
+if TYPE_CHECKING:
+    from mtp_engines.backends.onnxruntime_cpu.engine import CpuEngine
+
+
+class CpuSequences:
+    """See `mtp_engines.engine.Sequences`."""
+
+    def __init__(self, engine: CpuEngine, batch: int) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._lock = threading.Lock()
+        self._state = TargetState(engine.spec, engine.limits, batch)
+        self._steps: dict[int, _Step] = {}
+        self._staged: _Step | None = None
+        self._head = VocabularyHead(engine.head, engine.spec)
+        self._mtp = MtpHead(engine.mtp, engine.spec, engine.limits, batch, self._head) if engine.mtp else None
+        self.lengths: Ids = np.zeros(batch, np.int64)
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        """Run the target over rows after the committed ones and stage the result."""
+        with self._exclusive():
+            self._check_tokens(tokens)
+            rows = tokens.shape[1]
+            step = self._step(rows)
+            self._staged = None
+            np.copyto(step.tokens, tokens)
+            step.positions[:] = self.lengths[:, None] + np.arange(rows)
+            step.past_length[:] = self.lengths
+            step.run(self._state.committed)
+            ids, finite = self._head.choose(step.hidden[:, rows - logit_rows :])
+            if not finite.all():
+                sequence, row = np.argwhere(~finite)[0]
+                position = self.lengths[sequence] + rows - logit_rows + row
+                raise NumericsError(
+                    f"The target produced a value that is not a number at position {position} of sequence "
+                    f"{sequence}. Check the checkpoint's weights for NaN or infinity and build it again."
+                )
+            self._staged = step
+            return Verified(ids, step.hidden)
+
+    def commit(self, rows: Ids) -> None:
+        """Keep the first rows[b] staged rows of each sequence and drop the others."""
+        with self._exclusive():
+            step = self._staged
+            if step is None:
+                raise ContractError("commit was called with nothing staged; call verify first.")
+            kept = np.asarray(rows, np.int64)
+            if kept.shape != (self._batch,) or kept.min() < 0 or kept.max() > step.rows:
+                raise ContractError(
+                    f"commit got rows {kept.tolist()}, expected {self._batch} counts of 0..{step.rows}."
+                )
+            self._staged = None
+            if kept.min() == step.rows:
+                self._state.committed ^= 1
+            elif self._engine.commit is not None and kept.max() > 0:
+                step.replay(kept, self._state.committed)
+            self.lengths += kept
+
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+        """Let the head consume committed rows and propose tokens."""
+        if self._mtp is None:
+            raise ContractError("This bundle has no MTP head to draft with; build it without --no-mtp.")
+        with self._exclusive():
+            return self._mtp.draft(tokens, hidden, rows, draft_tokens)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """float32[rows, vocab_size] for hidden rows."""
+        return self._head.logits(hidden)
+
+    def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the committed state of one sequence."""
+        return self._state.snapshot(sequence, int(self.lengths[sequence]))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._exclusive():
+            self._staged = None
+            self.lengths[:] = 0
+            self._state.reset()
+            if self._mtp is not None:
+                self._mtp.reset()
+
+    def _step(self, rows: int) -> _Step:
+        if rows not in self._steps:
+            self._steps[rows] = _Step(self._engine, self._state, self._batch, rows)
+        return self._steps[rows]
+
+    def _check_tokens(self, tokens: Ids) -> None:
+        vocab_size, limits = self._engine.spec.vocab_size, self._engine.limits
+        if tokens.dtype != np.int64 or tokens.ndim != 2 or tokens.shape[0] != self._batch or tokens.shape[1] < 1:
+            raise ContractError(
+                f"verify got {tokens.dtype}{list(tokens.shape)}, expected int64[{self._batch}, rows] with rows >= 1."
+            )
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise ContractError(f"Token id {bad} is outside the vocabulary 0..{vocab_size - 1} of this model.")
+        if self.lengths.max() + tokens.shape[1] > limits.capacity - 1:
+            raise ContractError(
+                f"{tokens.shape[1]} rows after {self.lengths.max()} committed ones leave the context of "
+                f"{limits.max_model_len} tokens. Build the bundle with a larger --max-model-len."
+            )
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise EngineBusyError("These sequences are in use by another thread; open sequences for each thread.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+class _Step:
+    """Buffers and bindings of a target run over a fixed number of rows."""
+
+    def __init__(self, engine: CpuEngine, state: TargetState, batch: int, rows: int) -> None:
+        spec = engine.spec
+        self.rows = rows
+        self.tokens = np.zeros((batch, rows), np.int64)
+        self.positions = np.zeros((batch, rows), np.int64)
+        self.past_length = np.zeros(batch, np.int64)
+        self.hidden = np.zeros((batch, rows, spec.hidden_size), np.float32)
+        # A prefill chunk is always kept whole, so only rows that may be dropped leave factors.
+        self._replayable = rows <= engine.limits.max_draft_tokens + 1
+        self._factors = factor_buffers(spec, batch, rows) if self._replayable else {}
+        self._engine, self._state = engine, state
+        self._bound: dict[int, Bound] = {}
+        self._replays: dict[tuple[int, int], tuple[Bound, Ids]] = {}
+
+    def run(self, half: int) -> None:
+        """Run the backbone with `half` of the states committed."""
+        if half not in self._bound:
+            inputs = {
+                names.INPUT_IDS: self.tokens,
+                names.POSITION_IDS: self.positions,
+                names.PAST_LENGTH: self.past_length,
+                **self._state.past(half),
+            }
+            outputs = {names.HIDDEN: self.hidden, **self._state.present(half), **self._factors}
+            known = {value.name for value in self._engine.backbone.get_inputs()}
+            inputs = {name: array for name, array in inputs.items() if name in known}
+            self._bound[half] = Bound(self._engine.backbone, inputs, outputs)
+        self._bound[half].run()
+
+    def replay(self, kept: Ids, half: int) -> None:
+        """Repeat the kept rows on the committed states, in place."""
+        if not self._replayable:
+            raise ContractError(
+                f"Only {kept.tolist()} of {self.rows} rows were to be kept, but a run of more than "
+                f"{self._engine.limits.max_draft_tokens + 1} rows is kept whole."
+            )
+        # One sequence replays just its kept rows; a batch replays all rows and masks.
+        width = int(kept[0]) if len(kept) == 1 else self.rows
+        if (width, half) not in self._replays:
+            assert self._engine.commit is not None
+            accepted = np.zeros_like(kept)
+            inputs: dict[str, AnyArray] = {names.ACCEPTED_ROWS: accepted}
+            inputs |= {name: array[:, :width] for name, array in self._factors.items()}
+            outputs: dict[str, AnyArray] = {}
+            for layer in self._state.recurrent:
+                inputs |= self._state.past_of(layer, half)
+                outputs |= self._state.present_of(layer, half)
+            self._replays[width, half] = (Bound(self._engine.commit, inputs, outputs), accepted)
+        bound, accepted = self._replays[width, half]
+        accepted[:] = kept
+        bound.run()

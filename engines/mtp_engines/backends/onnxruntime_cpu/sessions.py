@@ -1,0 +1,44 @@
+"""Sessions of ONNX Runtime over graphs whose weights stay in one file of the bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from mtp_engines.errors import BundleError
+
+PROVIDERS = ["CPUExecutionProvider"]
+_FATAL_ONLY = 4
+
+
+def open_session(model: ir.Model, folder: Path, *, threads: int = 0, prepack: bool = True) -> ort.InferenceSession:
+    """Open a lowered model.
+
+    Args:
+        model: its external tensors lie in `folder`.
+        folder: directory of the weight file.
+        threads: intra-op threads; 0 takes one for each physical core.
+        prepack: False leaves the weights mapped, not copied: slower, and rows then depend on their number.
+
+    Raises:
+        BundleError: this ONNX Runtime refuses the graph.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = _FATAL_ONLY
+    # The sessions of one engine take turns; a pool that keeps spinning would slow the next one down.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    payload = ir.to_proto(model).SerializeToString()
+    try:
+        return ort.InferenceSession(payload, options, providers=PROVIDERS)
+    except Exception as error:  # ONNX Runtime raises a class of its own for each status code.
+        reason = str(error).splitlines()[0]
+        raise BundleError(
+            f"ONNX Runtime {ort.__version__} cannot open the graph {model.graph.name!r} of {folder}: {reason}. "
+            "Build the bundle again with this version, or install the version that its manifest names."
+        ) from error

@@ -1,0 +1,194 @@
+"""The bundle directory: written aside and renamed when complete, checked when opened."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mtp_engines.contracts.manifest import MANIFEST, SCHEMA_VERSION, FileEntry, Manifest
+from mtp_engines.errors import BuildError, BundleError
+
+MANIFEST_FILE = "manifest.json"
+GRAPHS = "graphs"
+BACKBONE = f"{GRAPHS}/backbone.onnx"
+MTP = f"{GRAPHS}/mtp.onnx"
+WEIGHTS = f"{GRAPHS}/weights.data"
+_SUFFIX = ".partial"
+_SMALL = 64 << 20
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its directory and its checked manifest."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def backbone(self) -> Path:
+        return self.directory / BACKBONE
+
+    @property
+    def mtp(self) -> Path | None:
+        return self.directory / MTP if self.manifest.model.mtp is not None else None
+
+
+@contextlib.contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that is removed unless `publish` took it.
+
+    Leftovers of builds that were killed are removed first.
+
+    Raises:
+        BuildError: the place cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for stale in out.parent.glob(f".{out.name}.*{_SUFFIX}"):
+            if not _is_running(stale):
+                shutil.rmtree(stale, ignore_errors=True)
+        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", suffix=_SUFFIX, dir=out.parent))
+    except OSError as error:
+        raise BuildError(f"{out.parent} cannot be written ({error.strerror}). Choose another --out.") from error
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def publish(directory: Path, out: Path, manifest: Manifest) -> Manifest:
+    """Hash every file of a staged directory, write the manifest last and move it to `out`.
+
+    A bundle that stood at `out` is replaced; anything else there is left alone.
+
+    Raises:
+        BuildError: `out` holds something that is no bundle.
+    """
+    refuse_foreign(out)
+    files = {
+        path.relative_to(directory).as_posix(): entry_of(path)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    complete = replace(manifest, files=files)
+    directory.chmod(0o755)
+    (directory / MANIFEST_FILE).write_bytes(MANIFEST.dump_json(complete, indent=1) + b"\n")
+    for path in (*directory.rglob("*"), directory):
+        _sync(path)
+    if out.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", suffix=_SUFFIX, dir=out.parent))
+        out.rename(old / "replaced")
+        directory.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        directory.rename(out)
+    return complete
+
+
+def refuse_foreign(out: Path) -> None:
+    """Refuse to build over something that is not a bundle.
+
+    Raises:
+        BuildError: `out` is a file, or a directory with other content.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_FILE).is_file()):
+        raise BuildError(f"{out} exists and is no bundle; choose another --out, or remove it first.")
+
+
+def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:
+    """Read and check a bundle.
+
+    Args:
+        directory: the bundle.
+        thorough: read every byte of large files too; otherwise their size and samples are compared.
+
+    Raises:
+        BundleError: not a bundle, another schema, or a file that is missing, cut short or changed.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        raise BundleError(
+            f"{directory} is no bundle: it has no {MANIFEST_FILE}. Build one with `mtp-export build --model MODEL "
+            f"--out {directory}`."
+        )
+    manifest = _read_manifest(path)
+    for name, entry in manifest.files.items():
+        _check_file(directory / name, entry, thorough)
+    for name in (BACKBONE, WEIGHTS, *([MTP] if manifest.model.mtp else [])):
+        if name not in manifest.files:
+            raise BundleError(f"{path} does not list {name}, which every bundle has. Build the bundle again.")
+    return Bundle(directory, manifest)
+
+
+def entry_of(path: Path) -> FileEntry:
+    """Size and digests of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return FileEntry(path.stat().st_size, digest.hexdigest(), _sample(path))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        manifest: Manifest = MANIFEST.validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise BundleError(
+            f"{path} cannot be read: {where}: {first['msg']}. It was written by another version or is damaged; build "
+            "the bundle again."
+        ) from error
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}. Build the "
+            "bundle "
+            "again with this release."
+        )
+    return manifest
+
+
+def _check_file(path: Path, entry: FileEntry, thorough: bool) -> None:
+    if not path.is_file():
+        raise BundleError(f"{path} is missing, but the manifest lists it. Copy the whole directory, or build it again.")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise BundleError(f"{path} has {size} bytes, the manifest says {entry.size}. Copy it again, or build it again.")
+    same = entry_of(path).sha256 == entry.sha256 if thorough or size <= _SMALL else _sample(path) == entry.sample
+    if not same:
+        raise BundleError(f"{path} was changed since the bundle was built: its digest differs. Build the bundle again.")
+
+
+def _sample(path: Path) -> str:
+    """sha256 of 64 blocks of 64 KiB spread over the file, first and last included."""
+    size, block, digest = path.stat().st_size, 1 << 16, hashlib.sha256()
+    with path.open("rb") as stream:
+        for i in range(64):
+            stream.seek(max(size - block, 0) * i // 63)
+            digest.update(stream.read(block))
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_running(stale: Path) -> bool:
+    """Whether the build that owns a partial directory is still alive."""
+    owner = stale.name[: -len(_SUFFIX)].split(".")[-2]
+    return owner.isdigit() and Path(f"/proc/{owner}").exists()

@@ -1,0 +1,41 @@
+"""What both command lines share: one sentence on stderr for an error, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+from typer.main import get_command
+
+from mtp_engines.errors import MtpError
+
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    An `MtpError` is one line on stderr and 1; bad usage is one line and 2; an interrupt is 130. Anything
+    else is a bug and keeps its traceback.
+    """
+
+    try:
+        result = get_command(app).main(list(arguments) if arguments is not None else None, name, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return USAGE
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else name
+        print(f"{command}: {error.format_message()} See `{command} --help`.", file=sys.stderr)
+        return USAGE
+    except MtpError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return FAILURE
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # The reader of our output is gone; nothing can be told to anybody.
+        return FAILURE

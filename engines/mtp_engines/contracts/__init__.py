@@ -1,0 +1,1 @@
+"""Plain data that exporter, engines and runtime agree on."""

@@ -1,0 +1,102 @@
+"""The bundle's manifest: what was built, from what, within which limits, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass as validated
+
+from mtp_engines.contracts.model import ModelSpec
+
+SCHEMA_VERSION = 1
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a bundle was built for."""
+
+    max_model_len: int
+    max_batch_size: int
+    max_draft_tokens: int
+    prefill_chunk: int = 256
+
+    @property
+    def capacity(self) -> int:
+        """Rows of every cache: the context, the rows a shorter sequence of a batch pads, one spare row."""
+        return self.max_model_len + self.max_draft_tokens + 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes, sha256 of the whole file, and sha256 of samples for files too large to read at start."""
+
+    size: int
+    sha256: str
+    sample: str
+
+
+@dataclass(frozen=True)
+class EndToken:
+    """One end token and the places that named it."""
+
+    id: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Built graphs against the NumPy forward: greatest difference over the greatest reference value."""
+
+    rows: int
+    worst: float
+    where: str
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """`exact`: a row of any call is bit-identical to a one-row call; tested where the bundle was built."""
+
+    promise: Literal["exact", "near-tie"]
+    rows: int
+    first_difference: str | None = None
+
+
+@dataclass(frozen=True)
+class DraftAgreement:
+    """First drafts that equal the target's own greedy choice, over a teacher-forced text."""
+
+    drafted: int
+    accepted: int
+
+
+@validated(frozen=True, config=_STRICT)
+class Manifest:
+    """Everything that a runtime needs to know before it opens a graph."""
+
+    schema_version: int
+    name: str
+    model: ModelSpec
+    limits: Limits
+    backend: Literal["onnxruntime-cpu"]
+    weights: Literal["fp32"]
+    end_tokens: tuple[EndToken, ...]
+    source: str
+    source_digest: str
+    parity: Parity
+    numerics: Numerics
+    draft_agreement: DraftAgreement | None
+    versions: dict[str, str]
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation."""
+        return frozenset(token.id for token in self.end_tokens)
+
+
+MANIFEST = TypeAdapter(Manifest)
+"""Reads and writes a manifest as JSON; unknown or missing fields are errors."""

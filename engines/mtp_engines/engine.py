@@ -1,0 +1,90 @@
+"""What a backend offers a generation loop: verify rows, commit some of them, draft from the head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_engines.contracts.manifest import Limits
+from mtp_engines.contracts.model import ModelSpec
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Result of one target run over rows that are staged, not committed.
+
+    Attributes:
+        ids: int64[batch, logit_rows], the target's own choice after each of the last rows.
+        hidden: float32[batch, rows, hidden_size] at the head's tap. The engine owns the memory and
+            writes over it at the next verify.
+    """
+
+    ids: Ids
+    hidden: Floats
+
+
+class Sequences(Protocol):
+    """The state of `batch` sequences that run together. Not for two threads at once."""
+
+    lengths: Ids
+    """int64[batch], rows of each sequence that the target has committed."""
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        """Run the target over int64[batch, rows] after the committed rows and stage the result.
+
+        Raises:
+            ContractError: tokens have another shape or kind, or leave the context.
+            NumericsError: a logit or hidden value is not finite.
+        """
+
+    def commit(self, rows: Ids) -> None:
+        """Keep the first rows[b] staged rows of each sequence and drop the others.
+
+        Raises:
+            ContractError: nothing is staged, or more rows are asked for than were staged.
+        """
+
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+        """Let the head consume committed rows and propose tokens.
+
+        Args:
+            tokens: int64[batch, width]; row p is the token after position p.
+            hidden: float32[batch, width, hidden_size], the target's hidden state of position p.
+            rows: int64[batch], how many rows of each sequence count; the others are padding.
+            draft_tokens: how many to propose; 0 only consumes.
+
+        Returns:
+            int64[batch, n], oldest first; n is smaller than asked when the head stops making sense
+            (a value that is not finite).
+        """
+
+    def logits(self, hidden: Floats) -> Floats:
+        """float32[rows, vocab_size] for hidden rows float32[rows, hidden_size]; for tools, not for the loop."""
+
+    def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the committed state of one sequence, by state name; caches cut to their length."""
+
+    def reset(self) -> None:
+        """Forget everything: length 0, states zero."""
+
+
+class Engine(Protocol):
+    """A loaded bundle on one backend."""
+
+    spec: ModelSpec
+    limits: Limits
+    numerics: str
+    """`exact` or `near-tie`, as tested where the bundle was built."""
+
+    def sequences(self, batch: int = 1) -> Sequences:
+        """Fresh state for `batch` sequences.
+
+        Raises:
+            RequestError: batch is larger than the bundle was built for.
+        """

@@ -1,0 +1,1 @@
+"""From the canonical graph to what one backend runs."""

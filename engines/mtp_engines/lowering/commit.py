@@ -1,0 +1,80 @@
+"""The commit graph: repeat the accepted rows of a verify on the committed state, without any weight.
+
+A gated delta state cannot be cut back. It is not copied for each row either: a verify leaves the
+committed state alone and emits, for each row, what the recurrence consumed (a few KB). The commit
+runs the recurrence over the accepted rows only. A row with decay 0 and beta 0 is an exact identity,
+so sequences of a batch may accept different numbers of rows in one call.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from mtp_plugins.graph import CONTRIB, Axis, GraphBuilder
+
+from mtp_engines.contracts import names
+from mtp_engines.contracts.model import GatedDeltaSpec, ModelSpec
+
+
+def commit_model(spec: ModelSpec) -> ir.Model:
+    """accepted_rows int64[batch], states and factors of every gated delta layer -> new states."""
+    g = GraphBuilder("commit")
+    accepted = g.input(names.ACCEPTED_ROWS, "int64", ["batch"])
+    count = g.op("Unsqueeze", accepted, g.constant([1]))
+    for index, mixer in spec.delta_layers():
+        with g.scope(f"layers.{index}"):
+            _commit_layer(g, index, mixer, count)
+    return g.model(domains=[CONTRIB])
+
+
+def _commit_layer(g: GraphBuilder, index: int, mixer: GatedDeltaSpec, count: ir.Value) -> None:
+    shapes = factor_shapes(mixer)
+    rows = {
+        name: g.input(names.factor(index, name), "float32", ["batch", "rows", *shapes[name]]) for name in names.FACTORS
+    }
+    state_shape: list[Axis] = ["batch", mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim]
+    state = g.input(names.past_recurrent(index), "float32", state_shape)
+    kept = _kept_rows(g, rows["decay"], count)
+    zero = g.constant(0.0, "float32")
+    _, present = g.op_multi(
+        "LinearAttention",
+        rows["key"],
+        rows["key"],
+        rows["value"],
+        state,
+        g.op("Where", kept, rows["decay"], zero),
+        g.op("Where", kept, rows["beta"], zero),
+        outputs=("unused", "present"),
+        domain=CONTRIB,
+        q_num_heads=mixer.key_heads,
+        kv_num_heads=mixer.value_heads,
+        update_rule="gated_delta",
+    )
+    g.output(names.present_recurrent(index), present, "float32", state_shape)
+    conv_shape: list[Axis] = ["batch", mixer.conv_kernel - 1, mixer.conv_width]
+    past = g.input(names.past_conv(index), "float32", conv_shape)
+    g.output(names.present_conv(index), _last_rows(g, past, rows["conv"], count, mixer), "float32", conv_shape)
+
+
+def factor_shapes(mixer: GatedDeltaSpec) -> dict[str, list[int]]:
+    """Width of each replay factor of one row."""
+    return {
+        "conv": [mixer.conv_width],
+        "key": [mixer.key_width],
+        "value": [mixer.value_width],
+        "decay": [mixer.value_heads],
+        "beta": [mixer.value_heads],
+    }
+
+
+def _kept_rows(g: GraphBuilder, factor: ir.Value, count: ir.Value) -> ir.Value:
+    """bool[batch, rows, 1]: row < accepted."""
+    rows = g.op("Range", g.constant(0), g.op("Squeeze", g.op("Shape", factor, start=1, end=2)), g.constant(1))
+    return g.op("Unsqueeze", g.op("Less", rows, count), g.constant([2]))
+
+
+def _last_rows(g: GraphBuilder, past: ir.Value, rows: ir.Value, count: ir.Value, mixer: GatedDeltaSpec) -> ir.Value:
+    """The kernel - 1 raw rows that end with the last accepted one."""
+    offsets = g.constant(list(range(mixer.conv_kernel - 1)))
+    index = g.op("Unsqueeze", g.op("Add", count, offsets), g.constant([2]))
+    shape = g.op("Concat", g.op("Shape", index, start=0, end=2), g.constant([mixer.conv_width]), axis=0)
+    return g.op("GatherElements", g.op("Concat", past, rows, axis=1), g.op("Expand", index, shape), axis=1)

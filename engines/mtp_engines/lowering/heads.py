@@ -1,0 +1,52 @@
+"""The vocabulary head as a graph of its own, so that target and draft share one packed copy of it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from mtp_plugins.graph import CONTRIB, GraphBuilder
+
+from mtp_engines.contracts import names
+from mtp_engines.lowering.unused import drop_unused
+
+IDS = "ids"
+CHECKSUM = "checksum"
+
+
+def without_head(model: ir.Model) -> ir.Model:
+    """Drop the logits from a backbone or head graph, and everything only they need."""
+    graph = model.graph
+    kept = [output for output in graph.outputs if output.name != names.LOGITS]
+    del graph.outputs[:]
+    graph.outputs.extend(kept)
+    drop_unused(graph)
+    used = [value for value in graph.inputs if value.uses()]
+    del graph.inputs[:]
+    graph.inputs.extend(used)
+    return model
+
+
+def head_model(model: ir.Model) -> ir.Model:
+    """hidden float32[rows, hidden_size] -> ids int64[rows], logits, and a checksum of each row.
+
+    The checksum is the sum of a row's logits: it is not finite if any of them is not.
+    """
+    (logits,) = (output for output in model.graph.outputs if output.name == names.LOGITS)
+    producer = logits.producer()
+    assert producer is not None
+    transposed = producer.inputs[1]
+    assert transposed is not None
+    transpose = transposed.producer()
+    assert transpose is not None
+    weight = transpose.inputs[0]
+    assert weight is not None and weight.name is not None and weight.shape is not None
+    assert isinstance(weight.const_value, ir.ExternalTensor)
+    vocab_size, hidden_size = weight.shape
+    assert isinstance(vocab_size, int) and isinstance(hidden_size, int)
+    g = GraphBuilder("head")
+    hidden = g.input(names.HIDDEN, "float32", ["rows", hidden_size])
+    scores = g.op("FusedMatMul", hidden, g.initializer(weight.name, weight.const_value), domain=CONTRIB, transB=1)
+    # ArgMax takes the first of equal values, so ties go to the lowest id everywhere.
+    g.output(IDS, g.op("ArgMax", scores, axis=-1, keepdims=0), "int64", ["rows"])
+    g.output(CHECKSUM, g.op("ReduceSum", scores, g.constant([-1]), keepdims=0), "float32", ["rows"])
+    g.output(names.LOGITS, scores, "float32", ["rows", vocab_size])
+    return g.model(domains=[CONTRIB])

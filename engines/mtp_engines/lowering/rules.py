@@ -1,0 +1,117 @@
+"""One function for each canonical operator: the ONNX Runtime CPU nodes that replace it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from mtp_plugins.gated_delta.reference import L2_EPSILON
+from mtp_plugins.graph import CONTRIB, GraphBuilder
+
+
+def linear(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """x @ W^T with W as stored: one constant weight that the kernel packs once."""
+    x, transposed = node.inputs
+    assert transposed is not None
+    producer = transposed.producer()
+    assert producer is not None
+    return [g.op("FusedMatMul", x, producer.inputs[0], domain=CONTRIB, transB=1)]
+
+
+def delta_gate(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """The contrib kernel: standard Softplus rounds differently for other row counts."""
+    a, b, dt_bias, a_log = node.inputs
+    rate = g.op("Neg", g.op("Exp", a_log))
+    return g.op_multi("LinearAttentionGate", a, dt_bias, rate, b, outputs=("decay", "beta"), domain=CONTRIB)
+
+
+def causal_conv_state(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """The contrib kernel in its channels-last form, so that a state is a slice of rows."""
+    x, weight, past = node.inputs
+    return g.op_multi(
+        "CausalConvWithState",
+        x,
+        weight,
+        None,
+        past,
+        outputs=("output", "present"),
+        domain=CONTRIB,
+        activation="silu",
+        channels_last=1,
+    )
+
+
+def gated_delta(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """L2 norm through RMSNormalization, then the sequential contrib kernel."""
+    query, key, value, decay, beta, past = node.inputs
+    key_heads = node.attributes["num_key_heads"].as_int()
+    assert past is not None and past.shape is not None
+    key_dim = past.shape[2]
+    assert isinstance(key_dim, int)
+    unit_key = _unit(g, key, key_heads, key_dim)
+    output, present = g.op_multi(
+        "LinearAttention",
+        _unit(g, query, key_heads, key_dim),
+        unit_key,
+        value,
+        past,
+        decay,
+        beta,
+        outputs=("output", "present"),
+        domain=CONTRIB,
+        q_num_heads=key_heads,
+        kv_num_heads=node.attributes["num_value_heads"].as_int(),
+        update_rule="gated_delta",
+        scale=key_dim**-0.5,
+    )
+    return [output, present, unit_key]
+
+
+def _unit(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value:
+    """x / sqrt(sum(x^2) + eps) = RMSNorm(x; eps / dim) / sqrt(dim)."""
+    split = g.op("Reshape", x, g.constant([0, 0, heads, dim]))
+    scale = g.constant(np.full(dim, dim**-0.5), "float32")
+    unit = g.op("RMSNormalization", split, scale, axis=-1, epsilon=L2_EPSILON / dim)
+    return g.op("Reshape", unit, g.constant([0, 0, heads * dim]))
+
+
+def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """GroupQueryAttention with never fewer than two query rows.
+
+    One query row takes another kernel and rounds differently; two or more agree to the last bit. A
+    lone row is doubled: its twin writes one spare cache row past the committed length and is cut off.
+    """
+    query, key, value, past_key, past_value, past_length = node.inputs
+    rows = g.op("Shape", query, start=1, end=2)
+    width = g.op("Max", rows, g.constant([2]))
+    total = g.op("Add", past_length, width)
+    output, present_key, present_value = g.op_multi(
+        "GroupQueryAttention",
+        _with_twin(g, query, rows, width),
+        _with_twin(g, key, rows, width),
+        _with_twin(g, value, rows, width),
+        past_key,
+        past_value,
+        _int32(g, g.op("Sub", total, g.constant([1]))),
+        _int32(g, g.op("ReduceMax", total, keepdims=0)),
+        *([None] * 9),
+        # The right-padding input is what admits several sequences with different past lengths.
+        _int32(g, g.op("Expand", width, g.op("Shape", past_length))),
+        outputs=("output", "present_key", "present_value"),
+        domain=CONTRIB,
+        num_heads=node.attributes["num_heads"].as_int(),
+        kv_num_heads=node.attributes["num_kv_heads"].as_int(),
+    )
+    return [
+        g.op("Slice", output, g.constant([0]), rows, g.constant([1])),
+        present_key,
+        present_value,
+    ]
+
+
+def _with_twin(g: GraphBuilder, x: ir.Value | None, rows: ir.Value, width: ir.Value) -> ir.Value:
+    twin = g.op("Slice", x, g.constant([0]), g.op("Sub", width, rows), g.constant([1]))
+    return g.op("Concat", x, twin, axis=1)
+
+
+def _int32(g: GraphBuilder, value: ir.Value) -> ir.Value:
+    return g.op("Cast", value, to=int(ir.DataType.INT32))

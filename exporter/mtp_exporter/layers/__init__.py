@@ -1,0 +1,1 @@
+"""Functions that add the nodes of one layer to a graph."""

@@ -1,0 +1,87 @@
+"""Gated full attention over a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from mtp_engines.contracts.model import AttentionSpec
+from mtp_plugins.graph import DOMAIN, GraphBuilder
+
+from mtp_exporter.layers.basic import linear, rms_norm
+from mtp_exporter.layers.weights import Weights
+
+
+@dataclass(frozen=True)
+class Positions:
+    """position_ids int64[batch, rows], past_length int64[batch], and the rotary tables float32[positions, rot/2]."""
+
+    position_ids: ir.Value
+    past_length: ir.Value
+    cosine: ir.Value
+    sine: ir.Value
+
+
+def rotary_tables(g: GraphBuilder, mixer: AttentionSpec, positions: int) -> tuple[ir.Value, ir.Value]:
+    """cos and sin of position * theta^(-2i / rotary_dim), computed in float64 and stored as float32."""
+    inverse = mixer.rope_theta ** (-np.arange(0, mixer.rotary_dim, 2) / mixer.rotary_dim)
+    angles = np.arange(positions)[:, None] * inverse
+    return g.constant(np.cos(angles), "float32"), g.constant(np.sin(angles), "float32")
+
+
+def gated_attention(
+    g: GraphBuilder,
+    x: ir.Value,
+    w: Weights,
+    mixer: AttentionSpec,
+    epsilon: float,
+    positions: Positions,
+    cache: tuple[ir.Value, ir.Value],
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """One attention layer.
+
+    Args:
+        x: float32[batch, rows, hidden_size], normed.
+        cache: past key and value, float32[batch, num_kv_heads, capacity, head_dim].
+
+    Returns:
+        float32[batch, rows, hidden_size], and the present key and value.
+    """
+    with g.scope("attention"):
+        heads, dim = mixer.num_heads, mixer.head_dim
+        # Per head: dim values of the query, then dim values of its gate.
+        pairs = g.op("Reshape", linear(g, x, w["query_gate"]), g.constant([0, 0, heads, 2 * dim]))
+        query, gate = g.op_multi("Split", pairs, g.constant([dim, dim]), outputs=("query", "gate"), axis=-1)
+        query = _rotate(g, rms_norm(g, query, w["query_norm"], epsilon), heads, mixer, positions)
+        key = g.op("Reshape", linear(g, x, w["key"]), g.constant([0, 0, mixer.num_kv_heads, dim]))
+        key = _rotate(g, rms_norm(g, key, w["key_norm"], epsilon), mixer.num_kv_heads, mixer, positions)
+        output, present_key, present_value = g.op_multi(
+            "CachedAttention",
+            query,
+            key,
+            linear(g, x, w["value"]),
+            *cache,
+            positions.past_length,
+            outputs=("output", "present_key", "present_value"),
+            domain=DOMAIN,
+            num_heads=heads,
+            num_kv_heads=mixer.num_kv_heads,
+        )
+        flat_gate = g.op("Reshape", gate, g.constant([0, 0, mixer.query_width]))
+        gated = g.op("Mul", output, g.op("Sigmoid", flat_gate))
+        return linear(g, gated, w["output"]), present_key, present_value
+
+
+def _rotate(g: GraphBuilder, x: ir.Value, heads: int, mixer: AttentionSpec, positions: Positions) -> ir.Value:
+    """Rotate the first rotary_dim dimensions of each head, first half against second half."""
+    flat = g.op("Reshape", x, g.constant([0, 0, heads * mixer.head_dim]))
+    return g.op(
+        "RotaryEmbedding",
+        flat,
+        positions.cosine,
+        positions.sine,
+        positions.position_ids,
+        num_heads=heads,
+        rotary_embedding_dim=mixer.rotary_dim,
+    )

@@ -1,0 +1,48 @@
+"""From what a user calls a model to a directory on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from mtp_engines.errors import CheckpointError
+
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+_SHORT_NAME = re.compile(r"^Qwen\d", re.IGNORECASE)
+
+
+def resolve(model: str) -> Path:
+    """The directory of a local checkpoint, a hub id, or a short name.
+
+    A short name such as `Qwen3.5-9B` stands for `Qwen/Qwen3.5-9B`. Looked for in this order: the
+    working directory, the hub cache, the hub.
+
+    Raises:
+        CheckpointError: there is no such directory, and no such model on the hub or no way to reach it.
+    """
+    local = Path(model).expanduser()
+    if local.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        return local
+    repository = model if "/" in model else f"Qwen/{model}" if _SHORT_NAME.match(model) else None
+    if repository is None:
+        raise CheckpointError(
+            f"{model!r} is no directory here and no short name that this tool knows (such as Qwen3.5-9B). Give a "
+            "directory, or a hub id of the form owner/name."
+        )
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass  # Not in the cache: ask the hub.
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_FILES))
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"The hub has no model {repository!r} that you may read. Check the name, or log in with `hf auth login`."
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{model!r} is no directory here, {repository!r} is not in the hub cache ({constants.HF_HUB_CACHE}), and "
+            f"the hub could not be reached ({type(error).__name__}). Download the checkpoint and give its directory."
+        ) from error

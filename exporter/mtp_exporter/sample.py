@@ -1,0 +1,27 @@
+"""The text that a build's check runs over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+_TEXT = (
+    "The function returns a list of all the values that were found, in the order in which they were added. If no "
+    "value was found, it returns an empty list. This is useful when you want to check whether a name is in use before "
+    "you create a new object with the same name."
+)
+_ROWS = 48
+
+
+def sample_ids(directory: Path, vocab_size: int, max_rows: int) -> npt.NDArray[np.int64]:
+    """int64[rows]: a short English text, or seeded ids where the checkpoint has no tokenizer to read it."""
+    count = min(_ROWS, max_rows)
+    tokenizer = directory / "tokenizer.json"
+    if tokenizer.is_file():
+        ids = [i for i in Tokenizer.from_file(str(tokenizer)).encode(_TEXT).ids if i < vocab_size]
+        if len(ids) >= count:
+            return np.array(ids[:count], np.int64)
+    return np.random.default_rng(0).integers(0, vocab_size, count, dtype=np.int64)

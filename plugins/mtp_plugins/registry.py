@@ -1,0 +1,16 @@
+"""All custom operators by name; a new one is a folder and a line here."""
+
+from __future__ import annotations
+
+from mtp_plugins import cached_attention, causal_conv_state, delta_gate, gated_delta
+from mtp_plugins.operator import Operator
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        cached_attention.OPERATOR,
+        causal_conv_state.OPERATOR,
+        delta_gate.OPERATOR,
+        gated_delta.OPERATOR,
+    )
+}

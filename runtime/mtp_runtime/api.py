@@ -1,0 +1,103 @@
+"""Loading a bundle and generating from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mtp_engines.backends import open_engine
+from mtp_engines.bundle import Bundle, open_bundle
+from mtp_engines.contracts.manifest import Manifest
+from mtp_engines.engine import Engine, Sequences
+
+from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.drafters.none import NoDrafter
+from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.ending import Ending
+from mtp_runtime.events import Event, Finished
+from mtp_runtime.loop import Parts, run
+from mtp_runtime.policy import DraftPolicy, FixedPolicy
+from mtp_runtime.prompts import Prompts
+from mtp_runtime.request import Request, check, ids_from, request_from
+from mtp_runtime.stats import Stats, TimedSequences
+from mtp_runtime.text import TextStream
+
+
+class Model:
+    """A loaded bundle. Several threads may generate at once: each generation has a state of its own."""
+
+    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+        self.bundle = bundle
+        self.engine = engine
+        self.prompts = Prompts(bundle.directory)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The bundle's manifest."""
+        return self.bundle.manifest
+
+    def generate(self, request: Request | None = None, **options: Any) -> Iterator[Event]:
+        """Generate greedily from one prompt.
+
+        Args:
+            request: a request; or give its fields by name. `prompt_ids` may then be any sequence or
+                one-dimensional array of integers.
+
+        Returns:
+            An iterator of `Emitted`, one for prefill and one for each cycle, then `Finished`. Closing it
+            early drops the generation.
+
+        Raises:
+            RequestError: at once, if the bundle cannot serve the request.
+            NumericsError: while iterating, if the model produces a value that is not a number.
+        """
+        if request is None:
+            if options.get("prompt_ids") is not None:
+                options["prompt_ids"] = ids_from(options["prompt_ids"])
+            request = request_from(options, "the request")
+        elif options:
+            request = replace(request, **options)
+        prompt = self.prompts.encode(request)
+        checked = check(request, prompt, self.manifest)
+        sequences = self.engine.sequences()
+        drafter = self.drafter(sequences) if checked.draft_tokens else NoDrafter()
+        ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
+        ending = Ending(checked.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
+        return self.run(prompt, sequences, drafter, FixedPolicy(checked.draft_tokens), ending)
+
+    def complete(self, request: Request | None = None, **options: Any) -> Finished:
+        """Generate to the end and return the last event."""
+        for event in self.generate(request, **options):
+            if isinstance(event, Finished):
+                return event
+        raise AssertionError("a generation ends with Finished")
+
+    def drafter(self, sequences: Sequences) -> Drafter:
+        """A drafter over the bundle's own head."""
+        return MtpDrafter(sequences, self.engine.spec.hidden_size, self.engine.limits.prefill_chunk)
+
+    def run(
+        self, prompt: list[int], sequences: Sequences, drafter: Drafter, policy: DraftPolicy, ending: Ending
+    ) -> Iterator[Event]:
+        """Generate with parts of the caller's choice; tools use it to force drafts and to look at states."""
+        stats = Stats()
+        timed = TimedSequences(sequences, stats.seconds)
+        if isinstance(drafter, MtpDrafter):
+            drafter = self.drafter(timed)
+        return run(prompt, Parts(timed, drafter, policy, ending, stats, self.engine.limits.prefill_chunk))
+
+
+def load(bundle: str | Path, threads: int = 0) -> Model:
+    """Open a bundle and its engine.
+
+    Args:
+        bundle: directory that `mtp-export build` wrote.
+        threads: intra-op threads; 0 takes one for each physical core.
+
+    Raises:
+        BundleError: incomplete, damaged, or not for this machine.
+    """
+    opened = open_bundle(Path(bundle))
+    return Model(opened, open_engine(opened, threads))

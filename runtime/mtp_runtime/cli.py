@@ -1,0 +1,172 @@
+"""The command line `mtp-run`. Further commands come from the entry points `mtp_run.commands`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from mtp_engines.bundle import MANIFEST_FILE
+from mtp_engines.command import run_app
+from mtp_engines.errors import RequestError
+
+from mtp_runtime.api import Model, load
+from mtp_runtime.events import Emitted, Finished
+from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
+
+app = typer.Typer(
+    name="mtp-run",
+    help="Generate from a bundle with exact speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def generate(
+    bundle: Annotated[
+        Path | None, typer.Argument(help="Bundle directory.  [default: the only one in bundles/]")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option("--prompt-ids", help="Token ids, such as 1,2,3.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with one JSON object a line.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the chat template.")] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Most tokens to generate.")
+    ] = DEFAULT_NEW_TOKENS,
+    draft_tokens: Annotated[
+        int | None, typer.Option("--draft-tokens", help="Draft tokens a cycle; 0 is plain decoding.  [default: 3]")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at end tokens.")] = False,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may repeat.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    threads: Annotated[int, typer.Option("--threads", help="Threads; 0 takes one a physical core.")] = 0,
+) -> None:
+    """Generate from a prompt, streaming the text, or from a file of prompts."""
+    defaults: dict[str, Any] = {
+        "chat": chat,
+        "max_new_tokens": max_new_tokens,
+        "draft_tokens": draft_tokens,
+        "ignore_eos": ignore_eos,
+        "stop": stop or None,
+    }
+    requests = list(_requests(prompt, prompt_ids, prompts, defaults))
+    model = load(find_bundle(bundle), threads)
+    for request in requests:
+        if as_json:
+            print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)
+        else:
+            _stream(model, request)
+
+
+def find_bundle(given: Path | None) -> Path:
+    """The bundle that was named, or the only one under bundles/.
+
+    Raises:
+        RequestError: none or several bundles, and none was named.
+    """
+    if given is not None:
+        return given
+    found = sorted(path.parent for path in Path("bundles").glob(f"*/{MANIFEST_FILE}"))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise RequestError(
+            "no bundle was named and bundles/ holds none; build one with `mtp-export build --model MODEL`."
+        )
+    raise RequestError(f"no bundle was named and bundles/ holds {len(found)}: {', '.join(map(str, found))}. Name one.")
+
+
+def main() -> None:
+    """Entry point of `mtp-run`."""
+    for entry in entry_points(group="mtp_run.commands"):
+        app.command(entry.name)(entry.load())
+    sys.exit(run_app(app, "mtp-run"))
+
+
+def _requests(
+    prompt: str | None, prompt_ids: str | None, prompts: Path | None, defaults: dict[str, Any]
+) -> Iterator[Request]:
+    given = [
+        name
+        for name, value in (("--prompt", prompt), ("--prompt-ids", prompt_ids), ("--prompts", prompts))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise typer.BadParameter(
+            f"give exactly one of --prompt, --prompt-ids and --prompts, found {', '.join(given) or 'none'}."
+        )
+    if prompt is not None:
+        yield request_from(defaults | {"prompt": prompt}, "the command line")
+    elif prompt_ids is not None:
+        yield request_from(defaults | {"prompt_ids": _parse_ids(prompt_ids)}, "the command line")
+    elif prompts is not None:
+        yield from requests_from_file(prompts, defaults)
+
+
+def requests_from_file(path: Path, defaults: dict[str, Any]) -> list[Request]:
+    """Requests of a file with one JSON object a line.
+
+    Raises:
+        RequestError: the file cannot be read, is empty, or a line is no request; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read as UTF-8 text: {error}. Give a file of JSON lines.") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise RequestError(f"{path} has no prompts; write one JSON object a line.")
+    return [request_from_json(line, defaults, f"{path} line {number}") for number, line in numbered]
+
+
+def _parse_ids(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return [int(part) for part in parts]
+    except ValueError as error:
+        raise typer.BadParameter(f"--prompt-ids takes whole numbers with commas, found {text!r}.") from error
+
+
+def _stream(model: Model, request: Request) -> None:
+    has_text = model.prompts.tokenizer is not None
+    for event in model.generate(request):
+        if isinstance(event, Emitted):
+            shown = event.text if has_text else "".join(f"{token} " for token in event.token_ids)
+            print(shown, end="", flush=True)
+        elif isinstance(event, Finished):
+            print(flush=True)
+            print(_footer(event), file=sys.stderr)
+
+
+def _footer(finished: Finished) -> str:
+    stats = finished.stats.as_dict()
+    seconds = stats["seconds"]
+    cycles = seconds["draft"] + seconds["verify"] + seconds["commit"]
+    after_first = len(finished.token_ids) - 1
+    speed = f", {after_first / cycles:.1f} tok/s after the first" if cycles and after_first > 0 else ""
+    rate = "n/a" if stats["acceptance_rate"] is None else f"{stats['acceptance_rate']:.0%}"
+    ended = f"{len(finished.token_ids)} tokens, {finished.finish_reason}"
+    return f"[{ended}; {stats['cycles']} cycles, acceptance {rate}{speed}]"
+
+
+def _record(request: Request, finished: Finished) -> dict[str, Any]:
+    count = len(finished.token_ids)
+    record: dict[str, Any] = {} if request.id is None else {"id": request.id}
+    return record | {
+        "token_ids": list(finished.token_ids),
+        "text": finished.text,
+        "finish_reason": finished.finish_reason,
+        "usage": {
+            "prompt_tokens": finished.prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": finished.prompt_tokens + count,
+        },
+        "stats": finished.stats.as_dict(),
+    }

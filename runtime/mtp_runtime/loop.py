@@ -1,0 +1,84 @@
+"""The algorithm: prefill, then draft, verify, accept, commit, emit until something ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from mtp_engines.engine import Ids
+
+from mtp_runtime.acceptance import accept_greedy
+from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.ending import Ending
+from mtp_runtime.events import Emitted, Event, Finished
+from mtp_runtime.policy import DraftPolicy
+from mtp_runtime.stats import Stats, TimedSequences
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one generation works with."""
+
+    sequences: TimedSequences
+    drafter: Drafter
+    policy: DraftPolicy
+    ending: Ending
+    stats: Stats
+    prefill_chunk: int
+
+
+def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
+    """Generate from a prompt.
+
+    Tokens are emitted after their rows are committed. Between cycles the target has consumed every
+    token but the newest, `pending`; an exception in a cycle leaves the committed state as it was.
+
+    Yields:
+        `Emitted` for prefill and for each cycle, then `Finished`.
+    """
+    sequences, drafter, ending, stats = parts.sequences, parts.drafter, parts.ending, parts.stats
+    emitted: list[int] = []
+    if ending.remaining(0) > 0:
+        pending = _prefill(prompt, parts)
+        sequences.prefilling = False
+        emitted = ending.cut([pending])
+        yield Emitted(tuple(emitted), ending.text.take())
+    while ending.reason is None and ending.remaining(len(emitted)) > 0:
+        wanted = min(parts.policy.choose(stats.cycles), ending.remaining(len(emitted)) - 1)
+        draft = drafter.propose(wanted)
+        verified = sequences.verify(np.array([[emitted[-1], *draft]]), len(draft) + 1)
+        block = ending.cut(accept_greedy(draft, verified.ids[0].tolist()))
+        # The rows of the pending token and of every emitted one but the last have been consumed.
+        sequences.commit(np.array([len(block)]))
+        drafter.observe(np.array(block), verified.hidden[0, : len(block)])
+        stats.add_cycle(len(draft), _delivered(draft, block), len(block))
+        emitted += block
+        yield Emitted(tuple(block), ending.text.take())
+    rest = ending.text.finish()
+    if rest:
+        yield Emitted((), rest)
+    yield Finished(tuple(emitted), ending.full_text, ending.reason or "length", len(prompt), stats)
+
+
+def _prefill(prompt: list[int], parts: Parts) -> int:
+    """Consume the prompt in chunks and return the target's first token."""
+    tokens: Ids = np.array([prompt], np.int64)
+    count = len(prompt)
+    for start in range(0, count, parts.prefill_chunk):
+        end = min(start + parts.prefill_chunk, count)
+        verified = parts.sequences.verify(tokens[:, start:end], 1 if end == count else 0)
+        parts.sequences.commit(np.array([end - start]))
+        following = tokens[0, start + 1 : end + 1]
+        if end == count:
+            following = np.append(following, verified.ids[0, 0])
+        parts.drafter.observe(following, verified.hidden[0])
+    return int(verified.ids[0, 0])
+
+
+def _delivered(draft: list[int], block: list[int]) -> int:
+    """How many draft tokens are in the block: all but the bonus token, or all if an end cut it off."""
+    kept = 0
+    while kept < min(len(draft), len(block)) and draft[kept] == block[kept]:
+        kept += 1
+    return kept

@@ -1,0 +1,122 @@
+"""From a request's prompt, ids or messages to token ids."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from mtp_engines.errors import BundleError, RequestError
+from tokenizers import Tokenizer
+
+from mtp_runtime.request import Request, ids_from
+
+
+class Prompts:
+    """The bundle's tokenizer and chat template."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.tokenizer = _load_tokenizer(directory)
+        config = directory / "tokenizer_config.json"
+        self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+
+    def encode(self, request: Request) -> list[int]:
+        """Token ids of a request.
+
+        Raises:
+            RequestError: none or several of prompt, prompt_ids and messages, or no tokenizer or template for it.
+        """
+        given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(request, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none of them"
+            raise RequestError(f"a request needs exactly one of prompt, prompt_ids and messages, found {found}.")
+        if request.prompt_ids is not None:
+            return ids_from(request.prompt_ids)
+        if request.messages is not None:
+            return self._encode(self._render(request.messages), special=False)
+        assert request.prompt is not None
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens; give at least one.")
+        if request.chat:
+            return self._encode(self._render([{"role": "user", "content": request.prompt}]), special=False)
+        return self._encode(request.prompt, special=True)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        """A rendered template already holds its special tokens, so they are not added again."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self._directory} has no tokenizer.json, so it takes no text; give prompt_ids, or build the "
+                "bundle from "
+                "a checkpoint with a tokenizer."
+            )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(message.get("role"), str) or not isinstance(content, str):
+                raise RequestError(
+                    f"a message needs a role and a text content, found {message!r}. Images and other parts are not "
+                    "supported."
+                )
+        try:
+            return (
+                _environment()
+                .from_string(self._template())
+                .render(
+                    messages=messages,
+                    add_generation_prompt=True,
+                    bos_token=self._special("bos_token"),
+                    eos_token=self._special("eos_token"),
+                )
+            )
+        except TemplateError as error:
+            raise RequestError(
+                f"the chat template refused the messages: {error}. Check roles and their order."
+            ) from error
+
+    def _template(self) -> str:
+        file = self._directory / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            named = {entry.get("name"): entry.get("template") for entry in template}
+            template = named.get("default")
+        if not isinstance(template, str):
+            raise RequestError(f"{self._directory} has no chat template; give a prompt without --chat, or prompt_ids.")
+        return template
+
+    def _special(self, name: str) -> str | None:
+        value = self._config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        return content if isinstance(content, str) else None
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer | None:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises bare Exception for every kind of bad file.
+        raise BundleError(f"{file} cannot be read by the tokenizers library: {error}. Fetch the file again.") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Templates come with models from anywhere: sandboxed, with the names that published ones use."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    return environment

@@ -1,0 +1,163 @@
+"""One generation request: what may be asked for, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from mtp_engines.contracts.manifest import Manifest
+from mtp_engines.errors import RequestError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+DEFAULT_NEW_TOKENS = 256
+DEFAULT_DRAFT_TOKENS = 3
+
+
+@validated(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Request:
+    """Options of a request, under the names that the command line and JSON lines use.
+
+    Attributes:
+        prompt: text, encoded by the bundle's tokenizer under its own rules for special tokens.
+        prompt_ids: token ids, used as they are.
+        messages: a conversation, rendered by the bundle's chat template.
+        id: echoed in results.
+        chat: render `prompt` as one user message.
+        max_new_tokens: most tokens to emit; fewer fit if the context ends first.
+        draft_tokens: K; None takes 3, or the bundle's limit if that is smaller; 0 is plain decoding.
+        ignore_eos: end tokens do not end the generation.
+        stop: texts that end the generation; the result ends before them.
+        temperature: 0 only, greedy decoding.
+        seed: accepted and without effect, since greedy decoding draws nothing.
+    """
+
+    prompt: str | None = None
+    prompt_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    id: str | int | None = None
+    chat: bool = False
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
+    draft_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: list[str] | str | None = None
+    temperature: float = 0.0
+    seed: int | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def request_from_json(line: str, defaults: dict[str, Any], where: str) -> Request:
+    """A request from one JSON line; its fields override the defaults.
+
+    Raises:
+        RequestError: not a JSON object, an unknown field, or a value of the wrong kind.
+    """
+    try:
+        given = TypeAdapter(dict[str, Any]).validate_json(line)
+    except ValidationError as error:
+        raise RequestError(
+            f"{where} is not a JSON object: {error.errors()[0]['msg']}. Write one object a line."
+        ) from error
+    return request_from(defaults | given, where)
+
+
+def request_from(values: dict[str, Any], where: str) -> Request:
+    """A request from named values.
+
+    Raises:
+        RequestError: an unknown name, or a value of the wrong kind.
+    """
+    names = [field.name for field in fields(Request)]
+    for name in values:
+        if name not in names:
+            raise RequestError(
+                f"{where} has the option {name!r}, which this release does not have. Known: {', '.join(names)}."
+            )
+    try:
+        return Request(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RequestError(
+            f"{where} has {first['loc'][0]} = {first['input']!r}: {first['msg'].lower()}. Correct the value."
+        ) from error
+
+
+def ids_from(values: Any) -> list[int]:
+    """Token ids from a sequence or array of integers of any width.
+
+    Raises:
+        RequestError: anything but whole numbers in one dimension.
+    """
+    array = np.asarray(values)
+    if array.size == 0:
+        return []
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise RequestError(
+            f"token ids must be integers in one dimension, found {array.dtype} with shape {list(array.shape)}. Convert "
+            "them first."
+        )
+    ids: list[int] = array.tolist()
+    return ids
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that the bundle can serve: K and the number of tokens that fit are settled."""
+
+    draft_tokens: int
+    limit: int
+
+
+def check(request: Request, prompt: Sequence[int], manifest: Manifest) -> Checked:
+    """Refuse what the bundle cannot do; the decision never depends on K.
+
+    Raises:
+        RequestError: names the option, its value and the limit.
+    """
+    limits, vocab_size = manifest.limits, manifest.model.vocab_size
+    if request.temperature != 0:
+        raise RequestError(f"temperature is {request.temperature}; this release decodes greedily, use 0.")
+    if request.max_new_tokens < 0:
+        raise RequestError(f"max_new_tokens is {request.max_new_tokens}, expected at least 0.")
+    if any(not stop for stop in request.stops):
+        raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
+    if not prompt:
+        raise RequestError("the prompt has no tokens; give at least one.")
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(
+            f"the prompt has the token id {outside[0]}, the model knows 0 to {vocab_size - 1}. Use this bundle's "
+            "tokenizer."
+        )
+    room = limits.max_model_len - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have "
+            f"{limits.max_model_len}. Shorten "
+            "the prompt, or build the bundle with a larger --max-model-len."
+        )
+    return Checked(_draft_tokens(request, manifest), min(room, request.max_new_tokens))
+
+
+def _draft_tokens(request: Request, manifest: Manifest) -> int:
+    wanted, limit = request.draft_tokens, manifest.limits.max_draft_tokens
+    if manifest.model.mtp is None:
+        if wanted:
+            raise RequestError(f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0.")
+        return 0
+    if wanted is None:
+        return min(DEFAULT_DRAFT_TOKENS, limit)
+    if not 0 <= wanted <= limit:
+        raise RequestError(
+            f"draft_tokens is {wanted}, this bundle was built for 0 to {limit}. Choose within, or build it again with "
+            "--draft-tokens."
+        )
+    return wanted

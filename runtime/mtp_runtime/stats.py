@@ -1,0 +1,151 @@
+"""What a generation did: counts of cycles and drafts, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+from mtp_engines.engine import Floats, Ids, Sequences, Verified
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Seconds:
+    """Wall time by part. Draft includes the head's catching up with the prompt."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+
+
+@dataclass
+class Stats:
+    """Counts over the cycles of one generation. The token that prefill emits belongs to no cycle.
+
+    Attributes:
+        cycles: draft-verify-commit rounds.
+        drafted: draft tokens proposed.
+        accepted: draft tokens kept and delivered; what an end token or a stop text cut off is not counted.
+        proposed_by_position: cycles that proposed a draft[i].
+        accepted_by_position: cycles that kept draft[i].
+        emitted_histogram: emitted tokens in a cycle -> number of such cycles.
+        seconds: wall time by part.
+    """
+
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    proposed_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    emitted_histogram: dict[int, int] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def add_cycle(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one cycle."""
+        self.cycles += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        longest = max(drafted, len(self.proposed_by_position))
+        for counts, number in ((self.proposed_by_position, drafted), (self.accepted_by_position, accepted)):
+            counts.extend([0] * (longest - len(counts)))
+            for position in range(number):
+                counts[position] += 1
+        self.emitted_histogram[emitted] = self.emitted_histogram.get(emitted, 0) + 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. Rates are None where nothing was proposed.
+
+        acceptance_rate is accepted / drafted. acceptance_by_position[i] is the share of cycles that kept
+        draft[i] among those that proposed it; conditional_by_position[i] is that share among the cycles
+        that kept draft[i - 1]. emitted_per_cycle counts the bonus token and not the prefill token.
+        """
+        emitted = sum(length * count for length, count in self.emitted_histogram.items())
+        kept, proposed = self.accepted_by_position, self.proposed_by_position
+        return {
+            "cycles": self.cycles,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "accepted_by_position": kept,
+            "proposed_by_position": proposed,
+            "emitted_histogram": {str(length): count for length, count in sorted(self.emitted_histogram.items())},
+            "acceptance_rate": _ratio(self.accepted, self.drafted),
+            "acceptance_by_position": [_ratio(k, n) for k, n in zip(kept, proposed, strict=True)],
+            "conditional_by_position": [
+                _ratio(k, n if i == 0 else kept[i - 1]) for i, (k, n) in enumerate(zip(kept, proposed, strict=True))
+            ],
+            "emitted_per_cycle": _ratio(emitted, self.cycles),
+            "seconds": vars(self.seconds),
+        }
+
+
+def merge(parts: list[Stats]) -> Stats:
+    """Sum of several generations."""
+    total = Stats()
+    for part in parts:
+        total.cycles += part.cycles
+        total.drafted += part.drafted
+        total.accepted += part.accepted
+        for name in ("proposed_by_position", "accepted_by_position"):
+            ours, theirs = getattr(total, name), getattr(part, name)
+            ours.extend([0] * (len(theirs) - len(ours)))
+            for position, count in enumerate(theirs):
+                ours[position] += count
+        for length, count in part.emitted_histogram.items():
+            total.emitted_histogram[length] = total.emitted_histogram.get(length, 0) + count
+        for name, value in vars(part.seconds).items():
+            setattr(total.seconds, name, getattr(total.seconds, name) + value)
+    return total
+
+
+class TimedSequences:
+    """Sequences that add the time of each call to the statistics; the loop itself knows of no clock."""
+
+    def __init__(self, inner: Sequences, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
+        self._inner, self._seconds, self._clock = inner, seconds, clock
+        self.prefilling = True
+        self.lengths = inner.lengths
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        """Counted as prefill until the first token is out, as verify afterwards."""
+        start = self._clock()
+        try:
+            return self._inner.verify(tokens, logit_rows)
+        finally:
+            self._add("prefill" if self.prefilling else "verify", start)
+
+    def commit(self, rows: Ids) -> None:
+        """Counted as prefill until the first token is out, as commit afterwards."""
+        start = self._clock()
+        self._inner.commit(rows)
+        self._add("prefill" if self.prefilling else "commit", start)
+
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+        """Counted as draft."""
+        start = self._clock()
+        ids = self._inner.draft(tokens, hidden, rows, draft_tokens)
+        self._add("draft", start)
+        return ids
+
+    def logits(self, hidden: Floats) -> Floats:
+        """Not counted: tools ask for logits, the loop does not."""
+        return self._inner.logits(hidden)
+
+    def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Not counted."""
+        return self._inner.snapshot(sequence)
+
+    def reset(self) -> None:
+        """Not counted."""
+        self._inner.reset()
+
+    def _add(self, part: str, start: float) -> None:
+        setattr(self._seconds, part, getattr(self._seconds, part) + self._clock() - start)
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,69 @@
+"""From token ids to text that can be shown at once: whole characters, no half stop texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """Decodes ids one by one and watches for stop texts.
+
+    The text ends before the stop text; the ids end with the token that completes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self.decoded = ""
+        """Everything decoded so far, cut before a stop text."""
+        self._shown = 0
+        self.stopped = False
+
+    def push(self, token: int) -> bool:
+        """Add a token; True if it completed a stop text."""
+        if self._tokenizer is None:
+            return False
+        self._ids.append(token)
+        piece = self._stream.step(self._tokenizer, token)
+        if piece:
+            searched = len(self.decoded)
+            self.decoded += piece
+            self._cut_at_stop(searched)
+        return self.stopped
+
+    def take(self) -> str:
+        """Text that is safe to show and was not taken yet."""
+        end = len(self.decoded) - (0 if self.stopped else self._held())
+        text = self.decoded[self._shown : end]
+        self._shown = max(end, self._shown)
+        return text
+
+    def finish(self) -> str:
+        """The rest, with bytes that never became a character shown as U+FFFD."""
+        if self._tokenizer is not None and not self.stopped:
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            if whole.startswith(self.decoded):
+                self.decoded = whole
+        text = self.decoded[self._shown :]
+        self._shown = len(self.decoded)
+        return text
+
+    def _cut_at_stop(self, searched: int) -> None:
+        longest = max((len(stop) for stop in self._stops), default=0)
+        start = max(searched - longest + 1, 0)
+        found = [at for stop in self._stops if (at := self.decoded.find(stop, start)) >= 0]
+        if found:
+            self.decoded = self.decoded[: min(found)]
+            self.stopped = True
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that could be the beginning of a stop text."""
+        longest = max((len(stop) for stop in self._stops), default=0)
+        for length in range(min(longest - 1, len(self.decoded)), 0, -1):
+            if any(stop.startswith(self.decoded[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,1 @@
+"""`mtp-run verify`: proof on this machine that speculation changes no token and no state."""

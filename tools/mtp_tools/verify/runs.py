@@ -1,0 +1,128 @@
+"""Single runs of a verification: plain decoding with its states, and runs compared against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from mtp_engines.engine import Ids, Sequences, Verified
+from mtp_runtime.api import Model
+from mtp_runtime.drafters.none import NoDrafter
+from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.ending import Ending
+from mtp_runtime.events import Emitted, Finished
+from mtp_runtime.policy import FixedPolicy
+from mtp_runtime.stats import Stats
+from mtp_runtime.text import TextStream
+
+from mtp_tools.verify.digests import Digests, first_difference, state_digests
+
+Wrap = Callable[[Sequences], Sequences]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Plain decoding of a prompt: its tokens, and the state's digests at every committed length."""
+
+    prompt: list[int]
+    ids: tuple[int, ...]
+    states: dict[int, Digests]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run against plain decoding; both differences are None if it is lossless."""
+
+    stats: Stats
+    first_token: int | None
+    """Index of the first emitted token that differs."""
+    first_state: tuple[int, str] | None
+    """Committed length and name of the first state that differs."""
+
+    @property
+    def holds(self) -> bool:
+        return self.first_token is None and self.first_state is None
+
+
+def run_plain(model: Model, prompt: list[int], new_tokens: int, *, with_states: bool = True) -> Plain:
+    """Decode without drafts and remember every state."""
+    sequences = model.engine.sequences()
+    states: dict[int, Digests] = {}
+    for event in model.run(prompt, sequences, NoDrafter(), FixedPolicy(0), _ending(new_tokens)):
+        if isinstance(event, Emitted) and with_states:
+            states[int(sequences.lengths[0])] = state_digests(sequences)
+        elif isinstance(event, Finished):
+            return Plain(prompt, event.token_ids, states)
+    raise AssertionError("a generation ends with Finished")
+
+
+def run_against(
+    model: Model, plain: Plain, draft_tokens: int, drafter: Drafter | None = None, wrap: Wrap | None = None
+) -> Outcome:
+    """Decode with drafts and compare tokens, and after every cycle the committed state, with plain decoding.
+
+    Args:
+        drafter: None drafts with the bundle's own head.
+        wrap: puts a fault between loop and engine, for controls.
+    """
+    inner = model.engine.sequences()
+    sequences = wrap(inner) if wrap else inner
+    chosen = drafter or model.drafter(sequences)
+    first_state: tuple[int, str] | None = None
+    for event in model.run(plain.prompt, sequences, chosen, FixedPolicy(draft_tokens), _ending(len(plain.ids))):
+        length = int(inner.lengths[0])
+        if isinstance(event, Finished):
+            return Outcome(event.stats, _first_token(event.token_ids, plain.ids), first_state)
+        if first_state is None and event.token_ids and plain.states:
+            name = first_difference(state_digests(inner), plain.states.get(length, {"length": b""}))
+            first_state = (length, name) if name else None
+    raise AssertionError("a generation ends with Finished")
+
+
+class CommitsEverything:
+    """A deliberate fault: every staged row is kept, accepted or not."""
+
+    def __init__(self, inner: Sequences) -> None:
+        self._inner = inner
+        self._rows = 0
+        self.lengths = inner.lengths
+        self.draft, self.logits, self.snapshot, self.reset = inner.draft, inner.logits, inner.snapshot, inner.reset
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        """Remember how many rows were staged."""
+        self._rows = tokens.shape[1]
+        return self._inner.verify(tokens, logit_rows)
+
+    def commit(self, rows: Ids) -> None:
+        """Run the recurrence over all rows, then claim the accepted length."""
+        self._inner.commit(np.full_like(rows, self._rows))
+        self._inner.lengths -= self._rows - rows
+
+
+def top_two(model: Model, plain: Plain, index: int) -> tuple[int, int, float]:
+    """Plain decoding's best two ids at the place of emitted token `index`, and the gap between their logits."""
+    sequences = model.engine.sequences()
+    tokens = [*plain.prompt, *plain.ids[:index]]
+    chunk = model.engine.limits.prefill_chunk
+    start, hidden = 0, None
+    while start < len(tokens):
+        end = min(start + chunk, len(plain.prompt)) if start < len(plain.prompt) else start + 1
+        hidden = sequences.verify(np.array([tokens[start:end]]), 0).hidden[0, -1:]
+        sequences.commit(np.array([end - start]))
+        start = end
+    assert hidden is not None
+    logits = sequences.logits(hidden)[0]
+    second, first = np.argsort(logits, kind="stable")[-2:]
+    return int(first), int(second), float(logits[first] - logits[second])
+
+
+def _ending(limit: int) -> Ending:
+    return Ending(limit, (), TextStream(None, ()))
+
+
+def _first_token(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return index
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
