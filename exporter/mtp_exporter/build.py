@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 import onnx_ir as ir
+
 from mtp_engines import bundle as bundles
 from mtp_engines.contracts.manifest import SCHEMA_VERSION, Limits, Manifest, Numerics, Parity
 from mtp_engines.errors import BuildError, BundleError
-
 from mtp_exporter.check import Check, check_graphs
 from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
 from mtp_exporter.end_tokens import end_tokens

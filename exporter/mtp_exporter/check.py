@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import DraftAgreement, Limits, Numerics, Parity
@@ -20,11 +21,10 @@ from mtp_engines.contracts.model import AttentionSpec, LayerSpec, ModelSpec
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering.heads import without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
-from mtp_plugins.arrays import Array
-
 from mtp_exporter.reference import head_output, target_stages
 from mtp_exporter.source import Source
 from mtp_exporter.vocabulary import choices
+from mtp_plugins.arrays import Array
 
 Floats = npt.NDArray[np.float32]
 Feed = dict[str, npt.NDArray[Any]]

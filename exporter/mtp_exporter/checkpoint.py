@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mtp_engines.errors import CheckpointError
-
 from mtp_exporter.safetensors_file import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"

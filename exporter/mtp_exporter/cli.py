@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from mtp_engines.command import run_app
 from tqdm import tqdm
 
+from mtp_engines.command import run_app
 from mtp_exporter.build import BACKEND, DRAFT_TOKENS, BuildOptions, Built, Reporter, build
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_exporter.inspect_text import as_text

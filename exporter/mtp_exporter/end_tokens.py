@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mtp_engines.contracts.manifest import EndToken
-
 from mtp_exporter.checkpoint import Checkpoint, read_json
 
 

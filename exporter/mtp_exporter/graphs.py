@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
+
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec
 from mtp_engines.lowering.commit import factor_shapes
-from mtp_plugins.graph import DOMAIN, Axis, GraphBuilder
-from mtp_plugins.registry import OPERATORS
-
 from mtp_exporter.layers.attention import Positions, gated_attention, rotary_tables
 from mtp_exporter.layers.basic import gated_mlp, linear, rms_norm
 from mtp_exporter.layers.gated_delta import gated_delta
 from mtp_exporter.layers.weights import Weights
+from mtp_plugins.graph import DOMAIN, Axis, GraphBuilder
+from mtp_plugins.registry import OPERATORS
 
 Tensors = Mapping[str, ir.ExternalTensor]
 _ROWS = ("batch", "rows")

@@ -9,7 +9,6 @@ from typing import Any
 
 from mtp_engines.contracts.model import AttentionSpec, ModelSpec
 from mtp_engines.errors import CheckpointError
-
 from mtp_exporter.build import MAX_DRAFT_TOKENS
 from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
 from mtp_exporter.end_tokens import end_tokens

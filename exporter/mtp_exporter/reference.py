@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec
 from mtp_plugins.arrays import Array
 from mtp_plugins.cached_attention.reference import cached_attention

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
 from mtp_engines.errors import CheckpointError
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]

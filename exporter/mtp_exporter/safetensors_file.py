@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
 from mtp_engines.errors import CheckpointError
 
 FLOAT_TYPES: dict[str, np.dtype[Any]] = {

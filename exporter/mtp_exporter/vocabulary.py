@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.lowering.heads import head_model
+from mtp_exporter.source import Source
 from mtp_plugins.arrays import Array
 from mtp_plugins.graph import CONTRIB, GraphBuilder
-
-from mtp_exporter.source import Source
 
 _BLOCK_BYTES = 128 << 20
 

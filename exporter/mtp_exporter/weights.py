@@ -10,8 +10,8 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from mtp_engines.errors import CheckpointError
 
+from mtp_engines.errors import CheckpointError
 from mtp_exporter.families.description import Need
 from mtp_exporter.safetensors_file import TensorInfo
 

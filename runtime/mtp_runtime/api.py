@@ -11,7 +11,6 @@ from mtp_engines.backends import open_engine
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.engine import Engine, Sequences
-
 from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter

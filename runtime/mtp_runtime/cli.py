@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from mtp_engines.bundle import MANIFEST_FILE
 from mtp_engines.command import run_app
 from mtp_engines.errors import RequestError
-
 from mtp_runtime.api import Model, load
 from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from mtp_engines.engine import Ids
 
+from mtp_engines.engine import Ids
 from mtp_runtime.acceptance import accept_greedy
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.ending import Ending

@@ -10,9 +10,9 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from mtp_engines.errors import BundleError, RequestError
 from tokenizers import Tokenizer
 
+from mtp_engines.errors import BundleError, RequestError
 from mtp_runtime.request import Request, ids_from
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from mtp_engines.contracts.manifest import Manifest
-from mtp_engines.errors import RequestError
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
+
+from mtp_engines.contracts.manifest import Manifest
+from mtp_engines.errors import RequestError
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_DRAFT_TOKENS = 3

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
+
 from mtp_engines.engine import Floats, Ids, Sequences, Verified
 
 Clock = Callable[[], float]

@@ -9,10 +9,10 @@ so sequences of a batch may accept different numbers of rows in one call.
 from __future__ import annotations
 
 import onnx_ir as ir
-from mtp_plugins.graph import CONTRIB, Axis, GraphBuilder
 
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import GatedDeltaSpec, ModelSpec
+from mtp_plugins.graph import CONTRIB, Axis, GraphBuilder
 
 
 def commit_model(spec: ModelSpec) -> ir.Model:

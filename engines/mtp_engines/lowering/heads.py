@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from mtp_plugins.graph import CONTRIB, GraphBuilder
 
 from mtp_engines.contracts import names
 from mtp_engines.lowering.unused import drop_unused
+from mtp_plugins.graph import CONTRIB, GraphBuilder
 
 IDS = "ids"
 CHECKSUM = "checksum"
@@ -15,13 +15,11 @@ CHECKSUM = "checksum"
 def without_head(model: ir.Model) -> ir.Model:
     """Drop the logits from a backbone or head graph, and everything only they need."""
     graph = model.graph
-    kept = [output for output in graph.outputs if output.name != names.LOGITS]
-    del graph.outputs[:]
-    graph.outputs.extend(kept)
+    for output in [output for output in graph.outputs if output.name == names.LOGITS]:
+        graph.outputs.remove(output)
     drop_unused(graph)
-    used = [value for value in graph.inputs if value.uses()]
-    del graph.inputs[:]
-    graph.inputs.extend(used)
+    for value in [value for value in graph.inputs if not value.uses()]:
+        graph.inputs.remove(value)
     return model
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
-from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
 from mtp_engines.lowering import rules
 from mtp_engines.lowering.unused import drop_unused
+from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
 Rule = Callable[[GraphBuilder, ir.Node], list[ir.Value]]
 

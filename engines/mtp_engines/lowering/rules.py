@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 
 from mtp_engines.errors import CheckpointError
-
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families import qwen3_5
 from mtp_exporter.families.description import Description

@@ -8,7 +8,6 @@ from typing import Literal
 
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import CheckpointError
-
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.safetensors_file import FLOAT_TYPES, TensorInfo
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec, Mixer, ModelSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
-
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.config import Config
 from mtp_exporter.families.description import Description, Need, require_head

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from mtp_engines.contracts.model import AttentionSpec
-from mtp_plugins.graph import DOMAIN, GraphBuilder
 
+from mtp_engines.contracts.model import AttentionSpec
 from mtp_exporter.layers.basic import linear, rms_norm
 from mtp_exporter.layers.weights import Weights
+from mtp_plugins.graph import DOMAIN, GraphBuilder
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from mtp_plugins.graph import GraphBuilder
 
 from mtp_exporter.layers.weights import Weights
+from mtp_plugins.graph import GraphBuilder
 
 
 def linear(g: GraphBuilder, x: ir.Value, weight: ir.Value) -> ir.Value:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from mtp_engines.contracts.model import GatedDeltaSpec
-from mtp_plugins.graph import DOMAIN, GraphBuilder
 
+from mtp_engines.contracts.model import GatedDeltaSpec
 from mtp_exporter.layers.basic import linear, rms_norm, silu
 from mtp_exporter.layers.weights import Weights
+from mtp_plugins.graph import DOMAIN, GraphBuilder
 
 
 def gated_delta(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx_ir as ir
+
 from mtp_plugins.graph import GraphBuilder
 
 

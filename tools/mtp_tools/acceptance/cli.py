@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from mtp_runtime.api import Model, load
 from mtp_runtime.cli import find_bundle, requests_from_file
 from mtp_runtime.request import Request

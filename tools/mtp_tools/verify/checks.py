@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from mtp_runtime.api import Model
 
+from mtp_runtime.api import Model
 from mtp_tools.verify.forced import ForcedDrafter, Pattern
 from mtp_tools.verify.runs import CommitsEverything, Outcome, Plain, run_against, run_plain, top_two
 

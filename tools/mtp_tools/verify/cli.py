@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from mtp_engines.bundle import open_bundle
 from mtp_runtime.api import load
 from mtp_runtime.cli import find_bundle
-
 from mtp_tools.verify.checks import Line, checks
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
 from mtp_engines.engine import Ids, Sequences, Verified
 from mtp_runtime.api import Model
 from mtp_runtime.drafters.none import NoDrafter
@@ -15,7 +16,6 @@ from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.policy import FixedPolicy
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
-
 from mtp_tools.verify.digests import Digests, first_difference, state_digests
 
 Wrap = Callable[[Sequences], Sequences]

@@ -1,0 +1,144 @@
+"""Bundles: complete or not at all, and every change noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, MTP, WEIGHTS, open_bundle, refuse_foreign, staging
+from mtp_engines.errors import BuildError, BundleError
+from tests.fixtures.checkpoints import markov_checkpoint, random_checkpoint
+from tests.support import build_bundle, ids_of, leftovers
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    return build_bundle(markov_checkpoint(folder / "checkpoint", target=lambda t: (t + 1) % 64), folder / "good")
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_control_an_untouched_copy_opens_and_runs_from_anywhere(good: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(good, moved)
+    assert open_bundle(moved, thorough=True).manifest.name == "good"
+    assert ids_of(moved, [5], 4) == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("name", [BACKBONE, MTP, WEIGHTS, "config.json"])
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])
+def test_a_damaged_file_is_refused_by_name(good: Path, tmp_path: Path, name: str, damage: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(good, copy)
+    content = bytearray((copy / name).read_bytes())
+    if damage == "deleted":
+        (copy / name).unlink()
+    elif damage == "truncated":
+        (copy / name).write_bytes(content[:-7])
+    else:
+        content[len(content) // 2] ^= 1
+        (copy / name).write_bytes(content)
+    with pytest.raises(BundleError, match=name.replace(".", r"\.")):
+        open_bundle(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda m: m.update(schema_version=99), "schema version 99, this release reads 1"),
+        (lambda m: m.update(surprise=1), "surprise"),
+        (lambda m: m.pop("limits"), "limits"),
+        (lambda m: m["versions"].update(onnxruntime="99.1.0"), "built with ONNX Runtime 99.1.0"),
+        (lambda m: m["files"].pop(WEIGHTS), WEIGHTS),
+    ],
+)
+def test_a_manifest_from_elsewhere_is_refused(
+    good: Path, tmp_path: Path, change: Callable[[dict], None], expected: str
+) -> None:
+    from mtp_runtime import load
+
+    copy = tmp_path / "copy"
+    shutil.copytree(good, copy)
+    edit(copy / MANIFEST_FILE, change)
+    with pytest.raises(BundleError, match=expected):
+        load(copy)
+
+
+def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is no bundle"):
+        open_bundle(tmp_path)
+
+
+def test_a_build_does_not_write_over_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(BuildError, match="exists and is no bundle"):
+        refuse_foreign(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_a_failed_build_leaves_the_old_bundle_and_nothing_else(good: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    shutil.copytree(good, out)
+    with pytest.raises(RuntimeError, match="fault"):
+        _fail_while_staging(out)
+    assert open_bundle(out, thorough=True)
+    assert leftovers(out) == ["bundle"]
+
+
+def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(tmp_path: Path) -> None:
+    """EN-05: SIGKILL while building over a good bundle, then a build that succeeds and cleans up."""
+    out = tmp_path / "bundle"
+    build_bundle(markov_checkpoint(tmp_path / "one", target=lambda t: (t + 1) % 64), out)
+    other = random_checkpoint(tmp_path / "two", seed=1, vocab_size=9000)
+    script = (
+        "import sys; from pathlib import Path; from mtp_exporter.build import *; print('ready', flush=True); "
+        "build(BuildOptions(sys.argv[1], Path(sys.argv[2]), max_model_len=64))"
+    )
+    for delay in (0.0, 0.05, 0.1, 0.2, 0.4):
+        process = subprocess.Popen([sys.executable, "-c", script, other, out], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert open_bundle(out, thorough=True).manifest.model.vocab_size in (64, 9000)
+        ids_of(out, [5], 2)
+    build_bundle(other, out)
+    assert leftovers(out) == ["bundle"]
+    assert open_bundle(out).manifest.model.vocab_size == 9000
+
+
+def test_the_same_input_is_reused_and_another_one_is_not(tmp_path: Path) -> None:
+    """EN-03: the weights, not the name or the time of a file, decide."""
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "bundle"
+    notes: list[str] = []
+    markov_checkpoint(checkpoint, target=lambda t: (t + 1) % 64)
+    build_bundle(checkpoint, out)
+    build_bundle(checkpoint, out, notes=notes)
+    assert any("used as it is" in note for note in notes)
+    assert ids_of(out, [5], 3) == [6, 7, 8]
+    shutil.rmtree(checkpoint)
+    markov_checkpoint(checkpoint, target=lambda t: (t + 5) % 64)
+    build_bundle(checkpoint, out)
+    assert ids_of(out, [5], 3) == [10, 15, 20]
+    build_bundle(checkpoint, out, draft_tokens=2)
+    assert open_bundle(out).manifest.limits.max_draft_tokens == 2
+
+
+def _fail_while_staging(out: Path) -> None:
+    with staging(out) as directory:
+        (directory / "half").write_bytes(b"x")
+        raise RuntimeError("fault")

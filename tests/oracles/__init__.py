@@ -1,0 +1,1 @@
+"""Independent references that the tests compare the product with."""

@@ -1,0 +1,141 @@
+"""`mtp-run verify`: it passes on an honest engine and fails on each deliberate fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtp_engines.engine import Floats, Ids, Sequences, Verified
+from mtp_runtime import Model
+from mtp_tools.verify import checks as checks_module
+from mtp_tools.verify.checks import checks
+from mtp_tools.verify.forced import ForcedDrafter
+from mtp_tools.verify.runs import CommitsEverything, run_against, run_plain, top_two
+from tests.fixtures.checkpoints import partial_checkpoint, random_checkpoint
+from tests.support import build_bundle, load_model, run_command
+
+PROMPT = [5, 6, 20]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    checkpoint = partial_checkpoint(folder / "checkpoint")
+    return build_bundle(checkpoint, folder / "bundle", draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Model:
+    return load_model(bundle)
+
+
+class Faulty:
+    """Sequences that pass everything on; subclasses break one thing."""
+
+    def __init__(self, inner: Sequences) -> None:
+        self.inner = inner
+        self.lengths = inner.lengths
+        self.draft, self.logits, self.snapshot, self.reset = inner.draft, inner.logits, inner.snapshot, inner.reset
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        return self.inner.verify(tokens, logit_rows)
+
+    def commit(self, rows: Ids) -> None:
+        self.inner.commit(rows)
+
+
+class ChangesAToken(Faulty):
+    """The target's choice for every third row of a verify is off by one."""
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        verified = self.inner.verify(tokens, logit_rows)
+        return Verified(verified.ids ^ (np.arange(logit_rows) == 2), verified.hidden)
+
+
+class CommitsOneTooFew(Faulty):
+    """A fully accepted block loses its last row in the state, though not in the length."""
+
+    def commit(self, rows: Ids) -> None:
+        fewer = np.maximum(rows - 1, 1) if rows[0] > 1 and self.lengths[0] > len(PROMPT) else rows
+        self.inner.commit(fewer)
+        self.inner.lengths += rows - fewer
+
+
+def forced(model: Model, right: int, fault: type | None = None):
+    plain = run_plain(model, PROMPT, 24)
+    drafter = ForcedDrafter(len(PROMPT), plain.ids, model.manifest.model.vocab_size, lambda cycle, k: min(right, k))
+    return run_against(model, plain, 3, drafter, fault)
+
+
+@pytest.mark.parametrize("right", range(4))
+def test_forced_drafts_are_accepted_exactly_as_forced(model: Model, right: int) -> None:
+    outcome = forced(model, right)
+    assert outcome.holds
+    full = [length for length, count in outcome.stats.emitted_histogram.items() if count > 1]
+    assert full == [right + 1], "all cycles but those cut by the limit accept what was forced"
+
+
+@pytest.mark.parametrize(
+    ("fault", "right"),
+    [(CommitsEverything, 0), (CommitsEverything, 2), (ChangesAToken, 3), (CommitsOneTooFew, 3)],
+)
+def test_control_a_faulty_engine_is_noticed(model: Model, fault: type, right: int) -> None:
+    assert not forced(model, right, fault).holds
+
+
+def test_a_difference_in_state_alone_is_named(model: Model) -> None:
+    outcome = forced(model, 0, CommitsEverything)
+    assert outcome.first_state is not None
+    length, name = outcome.first_state
+    assert length > len(PROMPT)
+    assert name.startswith("past.")
+
+
+def test_the_checks_hold_and_reach_every_accepted_count(model: Model) -> None:
+    lines = list(checks(model, 16, 24))
+    assert [line.text for line in lines if not line.holds] == []
+    assert any(line.text == "every accepted count from 0 to 3 was reached" for line in lines)
+    assert any("control" in line.text for line in lines)
+    assert len(lines) > 30
+
+
+def test_control_the_checks_fail_when_the_engine_is_faulty(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model_: Model, plain, draft_tokens: int, drafter=None, wrap=None):
+        return run_against(model_, plain, draft_tokens, drafter, wrap or CommitsEverything)
+
+    monkeypatch.setattr(checks_module, "run_against", broken)
+    failed = [line for line in checks(model, 16, 24) if not line.holds]
+    assert failed
+    assert any("state past." in line.text for line in failed)
+    assert any("apart" in line.text for line in failed), "the top-two gap stands at the first token that differs"
+
+
+def test_the_gap_between_the_best_two_ids_is_the_oracle_of_plain_decoding(model: Model) -> None:
+    plain = run_plain(model, PROMPT, 8)
+    first, second, gap = top_two(model, plain, 5)
+    assert first == plain.ids[5]
+    assert second != first
+    assert gap > 0
+
+
+def test_the_command_prints_a_verdict_and_returns_zero(bundle: Path) -> None:
+    result = run_command("mtp-run", "verify", bundle, "--quiet", "--new-tokens", "12", "--long-tokens", "16")
+    assert result.returncode == 0, result.stderr
+    assert "lossless" in result.stdout
+
+
+def test_random_shapes_are_lossless_for_every_draft_width(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", seed=5, tied=True, linear_num_value_heads=15)
+    model = load_model(build_bundle(checkpoint, tmp_path / "bundle", max_model_len=600))
+    failed = [line.text for line in checks(model, 12, 40) if not line.holds]
+    assert failed == []
+
+
+def test_a_forced_drafter_counts_prompt_rows_that_come_in_chunks() -> None:
+    drafter = ForcedDrafter(4, [10, 11, 12, 13], 100, lambda cycle, k: 1)
+    hidden: Floats = np.zeros((3, 2), np.float32)
+    drafter.observe(np.array([7, 8]), hidden[:2])
+    drafter.observe(np.array([9, 10]), hidden[:2])
+    assert drafter.propose(3) == [11, 13, 14]
