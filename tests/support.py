@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from mtp_engines.errors import MtpError
 from mtp_exporter.build import BuildOptions, Reporter, build
 from mtp_runtime import Finished, Model, load

@@ -41,7 +41,7 @@ _COPIED = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_PACKAGES = ("mtp-export", "onnxruntime", "onnx", "onnx-ir", "numpy", "tokenizers")
+_PACKAGES = ("mtp-export", "onnxruntime", "onnx-ir", "numpy", "tokenizers")
 
 Claimed = dict[str, tuple[Need, TensorInfo]]
 

@@ -9,6 +9,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from mtp_engines.errors import CheckpointError
+from mtp_exporter.checkpoint import INDEX, read_json
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 _SHORT_NAME = re.compile(r"^Qwen\d", re.IGNORECASE)
@@ -32,18 +33,36 @@ def resolve(model: str) -> Path:
             f"{model!r} is no directory here and no short name that this tool knows (such as Qwen3.5-9B). Give a "
             "directory, or a hub id of the form owner/name."
         )
-    try:
-        return Path(snapshot_download(repository, allow_patterns=_FILES, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass  # Not in the cache: ask the hub.
+    cached = _cached(repository)
+    if cached is not None and _is_complete(cached):
+        return cached
     try:
         return Path(snapshot_download(repository, allow_patterns=_FILES))
     except RepositoryNotFoundError as error:
         raise CheckpointError(
             f"The hub has no model {repository!r} that you may read. Check the name, or log in with `hf auth login`."
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{model!r} is no directory here, {repository!r} is not in the hub cache ({constants.HF_HUB_CACHE}), and "
+            f"{model!r} is no directory here, {repository!r} is not complete in the hub cache "
+            f"({constants.HF_HUB_CACHE}), and "
             f"the hub could not be reached ({type(error).__name__}). Download the checkpoint and give its directory."
         ) from error
+
+
+def _cached(repository: str) -> Path | None:
+    """The newest snapshot in the hub cache, complete or not."""
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Whether a cached snapshot has its configuration and every weight file that it should have."""
+    index = snapshot / INDEX
+    if index.is_file():
+        files = set(read_json(index).get("weight_map", {}).values())
+    else:
+        files = {path.name for path in snapshot.glob("*.safetensors")}
+    return bool(files) and all((snapshot / name).is_file() for name in [*files, "config.json"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -54,12 +56,12 @@ def _table(model: Model, prompt: str) -> None:
             finished = model.complete(prompt=prompt, max_new_tokens=_NEW_TOKENS, draft_tokens=width, ignore_eos=True)
             stats.append(finished.stats)
     print(f"\n{'':22}" + "".join(f"{label:>18}" for label in _LABELS.values()))
-    rows = [
+    rows: list[tuple[str, Callable[[list[Stats]], str]]] = [
         ("tokens a second", lambda s: f"{median(map(_speed, s)):.0f}"),
         ("slowest .. fastest", lambda s: f"{min(map(_speed, s)):.0f} .. {max(map(_speed, s)):.0f}"),
         ("emitted a cycle", lambda s: f"{s[0].as_dict()['emitted_per_cycle']:.2f}"),
         ("acceptance by position", lambda s: _positions(s[0])),
-        *((f"{part} ms a cycle", lambda s, p=part: _milliseconds(s, p)) for part in ("draft", "verify", "commit")),
+        *((f"{part} ms a cycle", partial(_milliseconds, part)) for part in ("draft", "verify", "commit")),
     ]
     for name, cell in rows:
         print(f"{name:22}" + "".join(f"{cell(stats):>18}" for stats in runs.values()))
@@ -82,7 +84,7 @@ def _positions(stats: Stats) -> str:
     return " / ".join(f"{share:.2f}" for share in shares) or "n/a"
 
 
-def _milliseconds(stats: list[Stats], part: str) -> str:
+def _milliseconds(part: str, stats: list[Stats]) -> str:
     return f"{median(getattr(s.seconds, part) / s.cycles for s in stats) * 1e3:.2f}"
 
 

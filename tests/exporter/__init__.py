@@ -1,0 +1,1 @@
+"""Tests of checkpoint loading and of the exported graphs."""

@@ -1,0 +1,1 @@
+"""Checkpoints of published shapes with made-up weights, for measuring sizes and times."""
