@@ -6,23 +6,21 @@ import sys
 from collections.abc import Sequence
 
 import click
-import typer
-from typer.main import get_command
 
 from mtp_engines.errors import MtpError
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 
-def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+def run_group(group: click.Group, arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
     An `MtpError` is one line on stderr and 1; bad usage is one line and 2; an interrupt is 130. Anything
     else is a bug and keeps its traceback.
     """
-
+    name = str(group.name)
     try:
-        result = get_command(app).main(list(arguments) if arguments is not None else None, name, standalone_mode=False)
+        result = group.main(list(arguments) if arguments is not None else None, name, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())

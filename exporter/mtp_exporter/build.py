@@ -107,6 +107,8 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
     claimed = claim(checkpoint, description)
     for reason, keys in description.ignored.items():
         report.note(f"ignored {len(keys)} {reason}")
+    for text in description.notes:
+        report.note(text)
     manifest = _manifest(options, checkpoint, description, out)
     if not manifest.end_tokens:
         report.note("no end token was found: only a limit or a stop text will end a generation")

@@ -144,7 +144,8 @@ def _open_sharded(
                 f"{directory / file} lacks {len(absent)} of {len(expected)} tensors that {index} promises, first "
                 f"{absent[0]!r}. The index and the file belong to different downloads; fetch both again."
             )
-        tensors |= header
+        # The index decides: a stale copy of a tensor in another shard does not count.
+        tensors |= {name: header[name] for name in expected}
     total = content.get("metadata", {}).get("total_size")
     return Checkpoint(
         directory,

@@ -5,40 +5,38 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 from tqdm import tqdm
 
-from mtp_engines.command import run_app
+from mtp_engines.command import run_group
 from mtp_exporter.build import BACKEND, DRAFT_TOKENS, BuildOptions, Built, Reporter, build
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_exporter.inspect_text import as_text
 from mtp_exporter.resolve import resolve
 
-app = typer.Typer(
-    name="mtp-export",
-    help="Split a checkpoint with a multi-token-prediction head into ONNX graphs and build a bundle.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+
+@click.group("mtp-export")
+def group() -> None:
+    """Split a checkpoint with a multi-token-prediction head into ONNX graphs and build a bundle."""
 
 
-@app.command("build")
+@group.command("build")
+@click.option("--model", required=True, help="Directory, hub id, or short name such as Qwen3.5-9B.")
+@click.option("--out", type=click.Path(path_type=Path), help="Bundle directory.  [default: bundles/<name>]")
+@click.option("--weights", default="fp32", show_default=True, help=f"Weight format; {BACKEND} has fp32.")
+@click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: up to 8192]")
+@click.option("--max-batch-size", default=1, show_default=True, help="Most sequences run together.")
+@click.option("--draft-tokens", default=DRAFT_TOKENS, show_default=True, help="Largest K that a request may ask for.")
+@click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
 def build_command(
-    model: Annotated[str, typer.Option("--model", help="Directory, hub id, or short name such as Qwen3.5-9B.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Bundle directory.  [default: bundles/<name>]")] = None,
-    weights: Annotated[str, typer.Option("--weights", help=f"Weight format; {BACKEND} has fp32.")] = "fp32",
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", help="Most tokens of prompt and answer.  [default: up to 8192]")
-    ] = None,
-    max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Most sequences run together.")] = 1,
-    draft_tokens: Annotated[
-        int, typer.Option("--draft-tokens", help="Largest number of draft tokens a request may ask for.")
-    ] = DRAFT_TOKENS,
-    no_mtp: Annotated[bool, typer.Option("--no-mtp", help="Leave the MTP head out.")] = False,
+    model: str,
+    out: Path | None,
+    weights: str,
+    max_model_len: int | None,
+    max_batch_size: int,
+    draft_tokens: int,
+    no_mtp: bool,
 ) -> None:
     """Build a bundle: graphs, weights, tokenizer and manifest, checked before it appears."""
     options = BuildOptions(model, out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp)
@@ -57,11 +55,10 @@ def build_command(
     print(_summary(built))
 
 
-@app.command("inspect")
-def inspect_command(
-    checkpoint: Annotated[str, typer.Argument(help="Directory, hub id, or short name such as Qwen3.5-9B.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@group.command("inspect")
+@click.argument("checkpoint")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect_command(checkpoint: str, as_json: bool) -> None:
     """Say what a checkpoint is, whether it is complete, and what could not be exported. Reads headers only."""
     report = inspect_checkpoint(resolve(checkpoint))
     print(json.dumps(report, indent=1) if as_json else as_text(report))
@@ -69,7 +66,7 @@ def inspect_command(
 
 def main() -> None:
     """Entry point of `mtp-export`."""
-    sys.exit(run_app(app, "mtp-export"))
+    sys.exit(run_group(group))
 
 
 def _summary(built: Built) -> str:

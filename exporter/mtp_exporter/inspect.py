@@ -41,6 +41,7 @@ def inspect_checkpoint(directory: Path) -> dict[str, Any]:
         "end_tokens": [{"id": token.id, "sources": list(token.sources)} for token in end_tokens(checkpoint)],
         "mtp": _mtp(checkpoint, description),
         "model": _model(description.spec) if description else None,
+        "notes": list(description.notes) if description else [],
         "ignored": {reason: len(keys) for reason, keys in description.ignored.items()} if description else {},
         "memory": _memory(description.spec) if description else None,
     }

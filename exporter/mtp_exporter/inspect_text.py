@@ -20,6 +20,7 @@ def as_text(report: dict[str, Any]) -> str:
         *_files(report["files"]),
         *_memory(report["memory"]),
         *(f"ignored        {count} {reason}" for reason, count in report["ignored"].items()),
+        *(f"note           {text}" for text in report["notes"]),
         f"can be built   {'yes' if report['can_build'] else 'no'}",
         *(f"problem        {problem}" for problem in report["problems"]),
     ]

@@ -7,46 +7,50 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from mtp_engines.bundle import MANIFEST_FILE
-from mtp_engines.command import run_app
+from mtp_engines.command import run_group
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
 from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
 
-app = typer.Typer(
-    name="mtp-run",
-    help="Generate from a bundle with exact speculative decoding.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), required=False)
+threads_option = click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads; 0: one a core.")
 
 
-@app.command()
+@click.group("mtp-run")
+def group() -> None:
+    """Generate from a bundle with exact speculative decoding. Without BUNDLE, the only one in bundles/ is taken."""
+
+
+@group.command()
+@bundle_argument
+@click.option("--prompt", help="Text to continue.")
+@click.option("--prompt-ids", help="Token ids, such as 1,2,3.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="File with one JSON object a line.")
+@click.option("--chat", is_flag=True, help="Render the prompt with the chat template.")
+@click.option("--max-new-tokens", default=DEFAULT_NEW_TOKENS, show_default=True, help="Most tokens to generate.")
+@click.option("--draft-tokens", type=int, help="Draft tokens a cycle; 0 is plain decoding.  [default: 3]")
+@click.option("--ignore-eos", is_flag=True, help="Do not end at end tokens.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; may repeat.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
+@threads_option
 def generate(
-    bundle: Annotated[
-        Path | None, typer.Argument(help="Bundle directory.  [default: the only one in bundles/]")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
-    prompt_ids: Annotated[str | None, typer.Option("--prompt-ids", help="Token ids, such as 1,2,3.")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with one JSON object a line.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the chat template.")] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", help="Most tokens to generate.")
-    ] = DEFAULT_NEW_TOKENS,
-    draft_tokens: Annotated[
-        int | None, typer.Option("--draft-tokens", help="Draft tokens a cycle; 0 is plain decoding.  [default: 3]")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at end tokens.")] = False,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may repeat.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
-    threads: Annotated[int, typer.Option("--threads", help="Threads; 0 takes one a physical core.")] = 0,
+    bundle: Path | None,
+    prompt: str | None,
+    prompt_ids: str | None,
+    prompts: Path | None,
+    chat: bool,
+    max_new_tokens: int,
+    draft_tokens: int | None,
+    ignore_eos: bool,
+    stop: tuple[str, ...],
+    as_json: bool,
+    threads: int,
 ) -> None:
     """Generate from a prompt, streaming the text, or from a file of prompts."""
     defaults: dict[str, Any] = {
@@ -54,7 +58,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "draft_tokens": draft_tokens,
         "ignore_eos": ignore_eos,
-        "stop": stop or None,
+        "stop": list(stop) or None,
     }
     requests = list(_requests(prompt, prompt_ids, prompts, defaults))
     model = load(find_bundle(bundle), threads)
@@ -86,8 +90,8 @@ def find_bundle(given: Path | None) -> Path:
 def main() -> None:
     """Entry point of `mtp-run`."""
     for entry in entry_points(group="mtp_run.commands"):
-        app.command(entry.name)(entry.load())
-    sys.exit(run_app(app, "mtp-run"))
+        group.add_command(entry.load(), entry.name)
+    sys.exit(run_group(group))
 
 
 def _requests(
@@ -99,7 +103,7 @@ def _requests(
         if value is not None
     ]
     if len(given) != 1:
-        raise typer.BadParameter(
+        raise click.UsageError(
             f"give exactly one of --prompt, --prompt-ids and --prompts, found {', '.join(given) or 'none'}."
         )
     if prompt is not None:
@@ -131,7 +135,7 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in parts]
     except ValueError as error:
-        raise typer.BadParameter(f"--prompt-ids takes whole numbers with commas, found {text!r}.") from error
+        raise click.UsageError(f"--prompt-ids takes whole numbers with commas, found {text!r}.") from error
 
 
 def _stream(model: Model, request: Request) -> None:

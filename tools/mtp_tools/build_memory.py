@@ -13,9 +13,8 @@ import sys
 import time
 from math import prod
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from mtp_tools.made_up.shapes import PUBLISHED, tensors
 from mtp_tools.made_up.write import write_checkpoint
@@ -24,13 +23,11 @@ ALLOWANCE = 1.5e9
 """Bytes that a build may use beside the largest tensor (in float32, as it is written)."""
 
 
-def main(
-    shape: Annotated[str, typer.Option("--shape", help=f"One of {', '.join(PUBLISHED)}.")] = "4B",
-    work: Annotated[Path, typer.Option("--work", help="Directory for the checkpoint and the bundle.")] = Path(
-        "bundles"
-    ),
-    keep: Annotated[bool, typer.Option("--keep", help="Leave both there.")] = False,
-) -> None:
+@click.command()
+@click.option("--shape", type=click.Choice(list(PUBLISHED)), default="4B", show_default=True, help="Released size.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("bundles"), help="For checkpoint and bundle.")
+@click.option("--keep", is_flag=True, help="Leave both there.")
+def main(shape: str, work: Path, keep: bool) -> None:
     """Make a checkpoint, copy it once for comparison, build it, and print one JSON line."""
     checkpoint, out, copy = (work / f"made-up-{shape}{suffix}" for suffix in ("", "-bundle", "-copy"))
     size = write_checkpoint(checkpoint, PUBLISHED[shape])
@@ -61,4 +58,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

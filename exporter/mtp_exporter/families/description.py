@@ -37,6 +37,8 @@ class Description:
     """What the configuration says about the head; None if it says nothing."""
     mtp_keys: tuple[str, ...]
     """Every tensor that a complete head of this family has."""
+    notes: tuple[str, ...] = ()
+    """Sentences that a user should see: what was assumed because nothing said otherwise."""
 
 
 def claim(checkpoint: Checkpoint, description: Description) -> dict[str, tuple[Need, TensorInfo]]:
@@ -46,11 +48,10 @@ def claim(checkpoint: Checkpoint, description: Description) -> dict[str, tuple[N
         Role -> need and tensor.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, of the wrong shape, or packed by a quantiser.
+        CheckpointError: a tensor is missing, unknown, or of the wrong shape.
     """
     for need in description.needs:
         checkpoint.require(need.key)
-    _refuse_packed(checkpoint, description)
     found = checkpoint.tensors
     missing = [need.key for need in description.needs if need.key not in found]
     left_out = {key for keys in description.ignored.values() for key in keys}
@@ -65,6 +66,26 @@ def claim(checkpoint: Checkpoint, description: Description) -> dict[str, tuple[N
                 f"makes it {list(need.shape)}. The two belong to different checkpoints; fetch them again."
             )
     return {need.role: (need, found[need.key]) for need in description.needs}
+
+
+def refuse_packed(checkpoint: Checkpoint, left_out: tuple[str, ...]) -> None:
+    """Refuse a quantised checkpoint, by what its tensors are and not by what its configuration says.
+
+    Args:
+        left_out: prefixes of tensors that the build does not use.
+
+    Raises:
+        CheckpointError: names the method and the first packed tensor.
+    """
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        packed = tensor.dtype not in FLOAT_TYPES or name.endswith(("_scale", "_scale_inv", "_packed", "qweight"))
+        if packed and not name.startswith(left_out):
+            method = checkpoint.config.get("quantization_config") or {}
+            kind = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
+            raise CheckpointError(
+                f"{checkpoint.directory} is quantised (method {kind!r}; first packed tensor {name!r}, dtype "
+                f"{tensor.dtype}). Quantised checkpoints cannot be built yet; use the bf16 or fp32 checkpoint."
+            )
 
 
 def require_head(checkpoint: Checkpoint, declared: int | None, keys: Iterable[str], field: str) -> bool:
@@ -96,19 +117,6 @@ def require_head(checkpoint: Checkpoint, declared: int | None, keys: Iterable[st
             "base model, or build with --no-mtp."
         )
     return not absent
-
-
-def _refuse_packed(checkpoint: Checkpoint, description: Description) -> None:
-    left_out = {key for keys in description.ignored.values() for key in keys}
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        packed = tensor.dtype not in FLOAT_TYPES or name.endswith(("_scale", "_scale_inv", "_packed", "qweight"))
-        if packed and name not in left_out:
-            method = checkpoint.config.get("quantization_config") or {}
-            kind = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
-            raise CheckpointError(
-                f"{checkpoint.directory} is quantised (method {kind!r}; first packed tensor {name!r}, dtype "
-                f"{tensor.dtype}). Quantised checkpoints cannot be built yet; use the bf16 or fp32 checkpoint."
-            )
 
 
 def _unmatched(checkpoint: Checkpoint, missing: list[str], unknown: list[str]) -> str:

@@ -11,17 +11,19 @@ from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.config import Config
-from mtp_exporter.families.description import Description, Need, require_head
+from mtp_exporter.families.description import Description, Need, refuse_packed, require_head
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 _PREFIXES = ("model.language_model.", "model.")
+_VISION = ("model.visual.", "visual.")
 _ROPE_THETA = 10_000_000.0
-"""The family's published base, used when no place names one."""
+"""The family's published base, used (and said so) when no place names one."""
 
 
 def describe(checkpoint: Checkpoint, with_mtp: bool) -> Description:
     """Describe a Qwen3.5 checkpoint; `with_mtp` False leaves its head out on purpose."""
     config = Config(checkpoint.config, str(checkpoint.directory / "config.json"))
+    refuse_packed(checkpoint, (*_VISION, *(() if with_mtp else ("mtp.",))))
     _refuse_variants(config)
     attention, delta = _attention(config), _delta(config)
     hidden, intermediate = config.positive("hidden_size"), config.positive("intermediate_size")
@@ -44,7 +46,9 @@ def describe(checkpoint: Checkpoint, with_mtp: bool) -> Description:
         mtp=MtpSpec(LayerSpec(attention, intermediate)) if has_head else None,
     )
     needs = [*_backbone_needs(spec, prefix), *(head_needs if has_head else [])]
-    return Description(spec, tuple(needs), _ignored(checkpoint, needs, with_mtp, tied), declared, mtp_keys)
+    assumed = f"config.json names no rope_theta; the family's {_ROPE_THETA:.0f} is used"
+    notes = () if config.rope("rope_theta") else (assumed,)
+    return Description(spec, tuple(needs), _ignored(checkpoint, needs, with_mtp, tied), declared, mtp_keys, notes)
 
 
 def _refuse_variants(config: Config) -> None:
@@ -53,13 +57,14 @@ def _refuse_variants(config: Config) -> None:
     config.fixed("attn_output_gate", True)
     config.fixed("mtp_use_dedicated_embeddings", False)
     config.fixed("mlp_only_layers", [])
-    rope = config.text.get("rope_parameters") or config.text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
-    if kind != "default":
-        raise CheckpointError(
-            f"{config.path} has rope_type {kind!r}; only 'default' is supported for this family. Remove the scaling "
-            "to build for the context the model was trained on."
-        )
+    for group in ("rope_parameters", "rope_scaling"):
+        rope = config.text.get(group)
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
+        if kind != "default":
+            raise CheckpointError(
+                f"{config.path} has {group} with rope_type {kind!r}; only 'default' is supported for this family. "
+                "Remove the scaling to build for the context the model was trained on."
+            )
 
 
 def _attention(config: Config) -> AttentionSpec:
@@ -235,7 +240,7 @@ def _ignored(checkpoint: Checkpoint, needs: list[Need], with_mtp: bool, tied: bo
     for name in sorted(checkpoint.tensors):
         if name in used:
             continue
-        if name.startswith(("model.visual.", "visual.")):
+        if name.startswith(_VISION):
             groups.setdefault("vision tensors (text only)", []).append(name)
         elif name.startswith("mtp.") and not with_mtp:
             groups.setdefault("tensors of the MTP head (--no-mtp)", []).append(name)

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from mtp_runtime.api import Model, load
-from mtp_runtime.cli import find_bundle, requests_from_file
+from mtp_runtime.cli import bundle_argument, find_bundle, requests_from_file, threads_option
 from mtp_runtime.request import Request
 from mtp_runtime.stats import Stats, merge
 
 
-def acceptance(
-    prompts: Annotated[Path, typer.Option("--prompts", help="File with one JSON object a line.")],
-    bundle: Annotated[
-        Path | None, typer.Argument(help="Bundle directory.  [default: the only one in bundles/]")
-    ] = None,
-    burst: Annotated[int, typer.Option("--burst", help="Tokens of a short answer.", min=2)] = 12,
-    run: Annotated[int, typer.Option("--run", help="Tokens of a long answer.", min=2)] = 96,
-    draft_tokens: Annotated[str, typer.Option("--draft-tokens", help="Values of K, such as 1,2,3.")] = "1,2,3",
-    threads: Annotated[int, typer.Option("--threads", help="Threads; 0 takes one a physical core.")] = 0,
-) -> None:
+@click.command()
+@bundle_argument
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, help="File with one JSON object a line.")
+@click.option("--burst", type=click.IntRange(min=2), default=12, show_default=True, help="Tokens of a short answer.")
+@click.option("--run", type=click.IntRange(min=2), default=96, show_default=True, help="Tokens of a long answer.")
+@click.option("--draft-tokens", default="1,2,3", show_default=True, help="Values of K.")
+@threads_option
+def acceptance(bundle: Path | None, prompts: Path, burst: int, run: int, draft_tokens: str, threads: int) -> None:
     """Measure acceptance: short answers and long ones apart, since a tiny model repeats itself in long ones."""
     try:
         widths = [int(part) for part in draft_tokens.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"--draft-tokens takes whole numbers with commas, found {draft_tokens!r}.") from error
+        raise click.UsageError(f"--draft-tokens takes whole numbers with commas, found {draft_tokens!r}.") from error
     requests = requests_from_file(prompts, {"ignore_eos": True})
     model = load(find_bundle(bundle), threads)
     print("| answer | K | drafted | accepted | acceptance | by position | emitted a cycle |")

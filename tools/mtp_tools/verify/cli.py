@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from mtp_engines.bundle import open_bundle
 from mtp_runtime.api import load
-from mtp_runtime.cli import find_bundle
+from mtp_runtime.cli import bundle_argument, find_bundle, threads_option
 from mtp_tools.verify.checks import Line, checks
 
 
-def verify(
-    bundle: Annotated[
-        Path | None, typer.Argument(help="Bundle directory.  [default: the only one in bundles/]")
-    ] = None,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens of each compared run.", min=2)] = 32,
-    long_tokens: Annotated[int, typer.Option("--long-tokens", help="Tokens of the long generation.", min=2)] = 256,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print failures and the verdict only.")] = False,
-    threads: Annotated[int, typer.Option("--threads", help="Threads; 0 takes one a physical core.")] = 0,
-) -> int:
+@click.command()
+@bundle_argument
+@click.option(
+    "--new-tokens", type=click.IntRange(min=2), default=32, show_default=True, help="Tokens of each compared run."
+)
+@click.option(
+    "--long-tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of the long generation."
+)
+@click.option("--quiet", is_flag=True, help="Print failures and the verdict only.")
+@threads_option
+def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, threads: int) -> int:
     """Prove that speculation changes nothing: tokens for every K, and every state after every cycle, bit by bit."""
     directory = find_bundle(bundle)
     open_bundle(directory, thorough=True)

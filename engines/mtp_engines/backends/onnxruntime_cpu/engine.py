@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.sequences import CpuSequences
-from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
+from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph, open_session
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import RequestError
@@ -47,15 +47,14 @@ class CpuEngine:
             BundleError: ONNX Runtime refuses a graph.
         """
         self.spec, self.limits, self.numerics = spec, limits, numerics
-        folder = backbone.parent
 
         def session(model: ir.Model) -> ort.InferenceSession:
-            return open_session(model, folder, threads=threads)
+            return open_session(model, backbone.parent, threads=threads)
 
-        self.head = session(head_model(ir.load(backbone)))
-        self.backbone = session(lower(without_head(ir.load(backbone))))
+        self.head = session(head_model(load_graph(backbone)))
+        self.backbone = session(lower(without_head(load_graph(backbone))))
         self.commit = session(commit_model(spec)) if any(spec.delta_layers()) else None
-        self.mtp = session(lower(without_head(ir.load(mtp)))) if mtp is not None else None
+        self.mtp = session(lower(without_head(load_graph(mtp)))) if mtp is not None else None
 
     def sequences(self, batch: int = 1) -> CpuSequences:
         """Fresh state for `batch` sequences that run together."""

@@ -8,9 +8,30 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from mtp_engines.errors import BundleError
+from mtp_plugins.graph import IR_VERSION, OPSET
 
 PROVIDERS = ["CPUExecutionProvider"]
 _FATAL_ONLY = 4
+
+
+def load_graph(path: Path) -> ir.Model:
+    """Read a canonical graph; its weights stay where they are.
+
+    Raises:
+        BundleError: it is no ONNX file, or of a newer ONNX than this release writes.
+    """
+    try:
+        model = ir.load(path)
+    except Exception as error:  # Protobuf and the reader raise classes of their own.
+        raise BundleError(f"{path} cannot be read as an ONNX graph. Build the bundle again.") from error
+    opset = model.opset_imports.get("", OPSET)
+    if model.ir_version > IR_VERSION or opset > OPSET:
+        raise BundleError(
+            f"{path} has ONNX IR version {model.ir_version} and opset {opset}; this release reads up to "
+            f"{IR_VERSION} and "
+            f"{OPSET}, which ONNX Runtime {ort.__version__} runs. Install a newer release, or build the bundle again."
+        )
+    return model
 
 
 def open_session(model: ir.Model, folder: Path, *, threads: int = 0, prepack: bool = True) -> ort.InferenceSession:
