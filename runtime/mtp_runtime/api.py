@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from mtp_engines.backends import open_engine
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.engine import Engine, Sequences
+from mtp_engines.errors import RequestError
 from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter
@@ -57,8 +57,10 @@ class Model:
                 options["prompt_ids"] = ids_from(options["prompt_ids"])
             request = request_from(options, "the request")
         elif options:
-            request = replace(request, **options)
+            request = request_from({**vars(request), **options}, "the request")
         prompt = self.prompts.encode(request)
+        if request.stops and self.prompts.tokenizer is None:
+            raise RequestError("stop looks for text, but this bundle has no tokenizer; leave it out.")
         checked = check(request, prompt, self.manifest)
         sequences = self.engine.sequences()
         drafter = self.drafter(sequences) if checked.draft_tokens else NoDrafter()

@@ -121,7 +121,7 @@ def requests_from_file(path: Path, defaults: dict[str, Any]) -> list[Request]:
         RequestError: the file cannot be read, is empty, or a line is no request; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read as UTF-8 text: {error}. Give a file of JSON lines.") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_engines.engine import Ids
+from mtp_engines.engine import Ids, Verified
+from mtp_engines.errors import NumericsError
 from mtp_runtime.acceptance import accept_greedy
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.ending import Ending
@@ -46,8 +47,7 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
         yield Emitted(tuple(emitted), ending.text.take())
     while ending.reason is None and ending.remaining(len(emitted)) > 0:
         wanted = min(parts.policy.choose(stats.cycles), ending.remaining(len(emitted)) - 1)
-        draft = drafter.propose(wanted)
-        verified = sequences.verify(np.array([[emitted[-1], *draft]]), len(draft) + 1)
+        draft, verified = _verify(sequences, emitted[-1], drafter.propose(wanted))
         block = ending.cut(accept_greedy(draft, verified.ids[0].tolist()))
         # The rows of the pending token and of every emitted one but the last have been consumed.
         sequences.commit(np.array([len(block)]))
@@ -74,6 +74,20 @@ def _prefill(prompt: list[int], parts: Parts) -> int:
             following = np.append(following, verified.ids[0, 0])
         parts.drafter.observe(following, verified.hidden[0])
     return int(verified.ids[0, 0])
+
+
+def _verify(sequences: TimedSequences, pending: int, draft: list[int]) -> tuple[list[int], Verified]:
+    """Run the target over the pending token and the draft; without the draft if that makes no numbers.
+
+    A draft token can drive the target to infinity where the right token would not, and attention spreads
+    it to the rows before. Plain decoding never sees that token, so neither may this.
+    """
+    try:
+        return draft, sequences.verify(np.array([[pending, *draft]]), len(draft) + 1)
+    except NumericsError:
+        if not draft:
+            raise
+        return [], sequences.verify(np.array([[pending]]), 1)
 
 
 def _delivered(draft: list[int], block: list[int]) -> int:

@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from mtp_engines.errors import BundleError, RequestError
-from mtp_runtime.request import Request, ids_from
+from mtp_runtime.request import Request, ids_from, require_one_prompt
 
 
 class Prompts:
@@ -31,17 +31,16 @@ class Prompts:
         Raises:
             RequestError: none or several of prompt, prompt_ids and messages, or no tokenizer or template for it.
         """
-        given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(request, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) if given else "none of them"
-            raise RequestError(f"a request needs exactly one of prompt, prompt_ids and messages, found {found}.")
+        require_one_prompt(request, "a request")
         if request.prompt_ids is not None:
+            if request.chat:
+                raise RequestError(
+                    "chat renders text, but the request has prompt_ids; give a prompt or leave chat out."
+                )
             return ids_from(request.prompt_ids)
         if request.messages is not None:
             return self._encode(self._render(request.messages), special=False)
         assert request.prompt is not None
-        if not request.prompt:
-            raise RequestError("the prompt has no tokens; give at least one.")
         if request.chat:
             return self._encode(self._render([{"role": "user", "content": request.prompt}]), special=False)
         return self._encode(request.prompt, special=True)

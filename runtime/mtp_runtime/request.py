@@ -83,12 +83,26 @@ def request_from(values: dict[str, Any], where: str) -> Request:
                 f"{where} has the option {name!r}, which this release does not have. Known: {', '.join(names)}."
             )
     try:
-        return Request(**values)
+        request = Request(**values)
     except ValidationError as error:
         first = error.errors()[0]
         raise RequestError(
             f"{where} has {first['loc'][0]} = {first['input']!r}: {first['msg'].lower()}. Correct the value."
         ) from error
+    require_one_prompt(request, where)
+    return request
+
+
+def require_one_prompt(request: Request, where: str) -> None:
+    """Refuse a request without a prompt, or with several.
+
+    Raises:
+        RequestError: none or several of prompt, prompt_ids and messages.
+    """
+    given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none of them"
+        raise RequestError(f"{where} needs exactly one of prompt, prompt_ids and messages, found {found}.")
 
 
 def ids_from(values: Any) -> list[int]:
@@ -97,7 +111,10 @@ def ids_from(values: Any) -> list[int]:
     Raises:
         RequestError: anything but whole numbers in one dimension.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # Lists of different lengths.
+        raise RequestError(f"token ids must be integers in one dimension, found {values!r}.") from error
     if array.size == 0:
         return []
     if array.dtype.kind not in "iu" or array.ndim != 1:

@@ -33,6 +33,7 @@ class Stats:
         drafted: draft tokens proposed.
         accepted: draft tokens kept and delivered; what an end token or a stop text cut off is not counted.
         proposed_by_position: cycles that proposed a draft[i].
+        reached_by_position: cycles that proposed draft[i] and kept every draft before it.
         accepted_by_position: cycles that kept draft[i].
         emitted_histogram: emitted tokens in a cycle -> number of such cycles.
         seconds: wall time by part.
@@ -42,6 +43,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     proposed_by_position: list[int] = field(default_factory=list)
+    reached_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     emitted_histogram: dict[int, int] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
@@ -52,7 +54,11 @@ class Stats:
         self.drafted += drafted
         self.accepted += accepted
         longest = max(drafted, len(self.proposed_by_position))
-        for counts, number in ((self.proposed_by_position, drafted), (self.accepted_by_position, accepted)):
+        for counts, number in (
+            (self.proposed_by_position, drafted),
+            (self.reached_by_position, min(accepted + 1, drafted)),
+            (self.accepted_by_position, accepted),
+        ):
             counts.extend([0] * (longest - len(counts)))
             for position in range(number):
                 counts[position] += 1
@@ -62,8 +68,8 @@ class Stats:
         """For JSON. Rates are None where nothing was proposed.
 
         acceptance_rate is accepted / drafted. acceptance_by_position[i] is the share of cycles that kept
-        draft[i] among those that proposed it; conditional_by_position[i] is that share among the cycles
-        that kept draft[i - 1]. emitted_per_cycle counts the bonus token and not the prefill token.
+        draft[i] among those that proposed it; conditional_by_position[i] is that share among those of them
+        that kept every draft before it. emitted_per_cycle counts the bonus token and not the prefill token.
         """
         emitted = sum(length * count for length, count in self.emitted_histogram.items())
         kept, proposed = self.accepted_by_position, self.proposed_by_position
@@ -76,9 +82,7 @@ class Stats:
             "emitted_histogram": {str(length): count for length, count in sorted(self.emitted_histogram.items())},
             "acceptance_rate": _ratio(self.accepted, self.drafted),
             "acceptance_by_position": [_ratio(k, n) for k, n in zip(kept, proposed, strict=True)],
-            "conditional_by_position": [
-                _ratio(k, n if i == 0 else kept[i - 1]) for i, (k, n) in enumerate(zip(kept, proposed, strict=True))
-            ],
+            "conditional_by_position": [_ratio(k, n) for k, n in zip(kept, self.reached_by_position, strict=True)],
             "emitted_per_cycle": _ratio(emitted, self.cycles),
             "seconds": vars(self.seconds),
         }
@@ -91,7 +95,7 @@ def merge(parts: list[Stats]) -> Stats:
         total.cycles += part.cycles
         total.drafted += part.drafted
         total.accepted += part.accepted
-        for name in ("proposed_by_position", "accepted_by_position"):
+        for name in ("proposed_by_position", "reached_by_position", "accepted_by_position"):
             ours, theirs = getattr(total, name), getattr(part, name)
             ours.extend([0] * (len(theirs) - len(ours)))
             for position, count in enumerate(theirs):

@@ -116,9 +116,7 @@ class Oracle:
         if broken is not None and broken not in FAULTS:
             raise ValueError(f"Unknown fault {broken!r}; the known ones are {sorted(FAULTS)}.")
         self.checkpoint, self.config, self.broken = checkpoint, checkpoint.config, broken
-        self._layers = [
-            subset(checkpoint.target, f"layers.{i}.") for i in range(len(self.config.layer_types))
-        ]
+        self._layers = [subset(checkpoint.target, f"layers.{i}.") for i in range(len(self.config.layer_types))]
 
     def forward(self, ids: Sequence[int]) -> Forward:
         """The target over a whole text."""
@@ -161,9 +159,7 @@ class Oracle:
         hidden_norm = self._norm(hidden, weights["pre_fc_norm_hidden.weight"])
         # Embedding first: both halves are equally wide, so the swap runs and drafts noise.
         halves = [embedding_norm, hidden_norm]
-        concatenation = np.concatenate(
-            halves[::-1] if self.broken == "swap_concat" else halves, axis=1
-        )
+        concatenation = np.concatenate(halves[::-1] if self.broken == "swap_concat" else halves, axis=1)
         projection = concatenation @ weights["fc.weight"].T
         state = empty_state("full_attention", self.config) if cache is None else cache
         layer = subset(weights, "layers.0.")
@@ -198,9 +194,7 @@ class Oracle:
             hidden = np.concatenate([hidden[:1], hidden[:-1]])
         return (tokens[:-1] if self.broken == "unshifted_ids" else tokens[1:]), hidden
 
-    def greedy(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, eos: Collection[int] = ()
-    ) -> list[int]:
+    def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int, eos: Collection[int] = ()) -> list[int]:
         """Plain decoding, one token at a time; the lowest id wins a tie, an end id is emitted."""
         if max_new_tokens < 1:
             return []

@@ -96,9 +96,7 @@ def load_tensors(directory: Path) -> Weights:
 
 def subset(weights: Weights, prefix: str) -> Weights:
     """The tensors under `prefix`, named without it."""
-    return {
-        name[len(prefix) :]: array for name, array in weights.items() if name.startswith(prefix)
-    }
+    return {name[len(prefix) :]: array for name, array in weights.items() if name.startswith(prefix)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -156,9 +154,7 @@ def _target_from_tensors(tensors: Weights) -> Weights:
     raise ValueError(f"No embed_tokens.weight under any of {PREFIXES}.")
 
 
-def _lm_head(
-    tensors: Weights, embedding: Array, top: Mapping[str, Any], text: Mapping[str, Any]
-) -> Array:
+def _lm_head(tensors: Weights, embedding: Array, top: Mapping[str, Any], text: Mapping[str, Any]) -> Array:
     """The output head; the flag may stand at either level, and a missing tensor means tied."""
     stored = tensors.get("lm_head.weight")
     if stored is None:

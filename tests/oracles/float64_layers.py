@@ -136,22 +136,14 @@ def _full_attention(
     value = (rows @ weights["v_proj.weight"].T).reshape(count, kv_heads, dim)
     eps = config.rms_norm_eps
     positions = np.arange(start, start + count)
-    query = _rope(
-        zero_centred_norm(query, weights["q_norm.weight"], eps, broken), positions, config, broken
-    )
-    key = _rope(
-        zero_centred_norm(key, weights["k_norm.weight"], eps, broken), positions, config, broken
-    )
-    state = FullState(
-        "full", np.concatenate([state.key, key]), np.concatenate([state.value, value])
-    )
+    query = _rope(zero_centred_norm(query, weights["q_norm.weight"], eps, broken), positions, config, broken)
+    key = _rope(zero_centred_norm(key, weights["k_norm.weight"], eps, broken), positions, config, broken)
+    state = FullState("full", np.concatenate([state.key, key]), np.concatenate([state.value, value]))
     mixed = _attend(query, state, broken).reshape(count, heads * dim)
     return (mixed * sigmoid(gate)) @ weights["o_proj.weight"].T, state
 
 
-def _query_and_gate(
-    projected: Array, heads: int, dim: int, broken: str | None
-) -> tuple[Array, Array]:
+def _query_and_gate(projected: Array, heads: int, dim: int, broken: str | None) -> tuple[Array, Array]:
     """Split float64[T, 2 * heads * dim] into query [T, heads, dim] and gate [T, heads * dim]."""
     count = len(projected)
     if broken == "flat_q_gate":
@@ -206,9 +198,7 @@ def _delta_net(
         decay = np.ones_like(decay)
     recurrent, mixed = state.recurrent, np.empty_like(value)
     for t in range(count):
-        recurrent, mixed[t] = _delta_step(
-            recurrent, query[t], key[t], value[t], beta[t], decay[t], broken
-        )
+        recurrent, mixed[t] = _delta_step(recurrent, query[t], key[t], value[t], beta[t], decay[t], broken)
     gate = (rows @ weights["in_proj_z.weight"].T).reshape(value.shape)
     # The only norm of the family with a plain gain.
     gain = weights["norm.weight"] + (1.0 if broken == "linear_norm_zero_centred" else 0.0)
@@ -230,9 +220,7 @@ def _convolve(raw: Array, kernel: Array, before: Array, broken: str | None) -> t
     return out, context[len(context) - (taps - 1) :]
 
 
-def _delta_heads(
-    convolved: Array, config: TextConfig, broken: str | None
-) -> tuple[Array, Array, Array]:
+def _delta_heads(convolved: Array, config: TextConfig, broken: str | None) -> tuple[Array, Array, Array]:
     """Query and key [T, num_value_heads, key_head_dim], value [T, num_value_heads, value_dim]."""
     count, dim = len(convolved), config.linear_key_head_dim
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads

@@ -161,9 +161,7 @@ DRAFT_MAPS: dict[str, Callable[[int], int]] = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("draft", DRAFT_MAPS)
-def test_a_chain_gives_the_counts_of_its_closed_form(
-    tmp_path: Path, draft: str, tied: bool
-) -> None:
+def test_a_chain_gives_the_counts_of_its_closed_form(tmp_path: Path, draft: str, tied: bool) -> None:
     oracle = Oracle(load_checkpoint(markov_checkpoint(tmp_path, draft=draft, tied=tied)))
     for limit in (1, 2, 7, 20):
         for eos in ((), (6,), (7,), (12,)):
@@ -197,9 +195,7 @@ def test_a_table_becomes_exact_probabilities_and_the_lowest_id_wins_a_tie(tmp_pa
 def test_one_row_at_a_time_equals_the_whole_text(checkpoints: tuple[Path, Path]) -> None:
     oracle = _oracle(checkpoints[0])
     whole, rows = oracle.forward(IDS), _rows(oracle)
-    np.testing.assert_allclose(
-        np.concatenate([row.logits for row in rows]), whole.logits, rtol=0, atol=1e-9
-    )
+    np.testing.assert_allclose(np.concatenate([row.logits for row in rows]), whole.logits, rtol=0, atol=1e-9)
     for want, got in zip(whole.states, rows[-1].states, strict=True):
         assert want[0] == got[0]
         np.testing.assert_allclose(want[1], got[1], rtol=0, atol=1e-9)
@@ -211,9 +207,7 @@ def test_the_head_with_a_cache_equals_the_whole_text(checkpoints: tuple[Path, Pa
     whole, hidden = oracle.head_over(IDS), oracle.forward(IDS).hidden
     first = oracle.head(IDS[1:9], hidden[:8])
     second = oracle.head(IDS[9:], hidden[8:-1], first.cache, start=8)
-    np.testing.assert_allclose(
-        np.concatenate([first.logits, second.logits]), whole.logits, rtol=0, atol=1e-9
-    )
+    np.testing.assert_allclose(np.concatenate([first.logits, second.logits]), whole.logits, rtol=0, atol=1e-9)
     np.testing.assert_allclose(second.key, whole.key, rtol=0, atol=1e-9)
 
 
@@ -296,9 +290,7 @@ def _changes(checkpoints: tuple[Path, Path], fault: str) -> set[str]:
     # Between float64 noise, 1e-12, and the smallest fault, l2norm_eps_outside with 2e-5.
     changed = {name for name, distance in moved.items() if distance > 1e-7}
     want, got = _speculation(partial), _speculation(partial, fault)
-    return changed | {
-        name for name in ("ids", "drafts", "accepted") if getattr(want, name) != getattr(got, name)
-    }
+    return changed | {name for name in ("ids", "drafts", "accepted") if getattr(want, name) != getattr(got, name)}
 
 
 # ---------------------------------------------------------------------------------------- loading

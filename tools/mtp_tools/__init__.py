@@ -1,0 +1,1 @@
+"""Tools around a bundle: verification, acceptance, the demo, and makers of checkpoints."""
