@@ -56,7 +56,8 @@ class Sequences(Protocol):
         Args:
             tokens: int64[batch, width]; row p is the token after position p.
             hidden: float32[batch, width, hidden_size], the target's hidden state of position p.
-            rows: int64[batch], how many rows of each sequence count; the others are padding.
+            rows: int64[batch], how many rows of each sequence count; the others are padding. The
+                drafts of a sequence with 0 rows mean nothing.
             draft_tokens: how many to propose; 0 only consumes.
 
         Returns:

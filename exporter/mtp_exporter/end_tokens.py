@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def _tokenizer_end(directory: Path) -> int | None:
     text = text.get("content") if isinstance(text, dict) else text
     if not isinstance(text, str):
         return None
-    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    content = read_json(tokenizer)
     for entry in content.get("added_tokens") or []:
         if entry.get("content") == text:
             return int(entry["id"])

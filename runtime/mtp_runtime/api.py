@@ -20,8 +20,9 @@ from mtp_runtime.loop import Parts, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prompts import Prompts
 from mtp_runtime.request import Request, check, ids_from, request_from
-from mtp_runtime.stats import Stats, TimedSequences
+from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
+from mtp_runtime.timing import TimedDrafter, TimedSequences
 
 
 class Model:
@@ -84,10 +85,16 @@ class Model:
     ) -> Iterator[Event]:
         """Generate with parts of the caller's choice; tools use it to force drafts and to look at states."""
         stats = Stats()
-        timed = TimedSequences(sequences, stats.seconds)
-        if isinstance(drafter, MtpDrafter):
-            drafter = self.drafter(timed)
-        return run(prompt, Parts(timed, drafter, policy, ending, stats, self.engine.limits.prefill_chunk))
+        parts = Parts(
+            prefill=TimedSequences(sequences, stats.seconds, ("prefill", "prefill")),
+            sequences=TimedSequences(sequences, stats.seconds),
+            drafter=TimedDrafter(drafter, stats.seconds),
+            policy=policy,
+            ending=ending,
+            stats=stats,
+            prefill_chunk=self.engine.limits.prefill_chunk,
+        )
+        return run(prompt, parts)
 
 
 def load(bundle: str | Path, threads: int = 0) -> Model:

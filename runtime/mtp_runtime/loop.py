@@ -7,21 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_engines.engine import Ids, Verified
+from mtp_engines.engine import Ids, Sequences, Verified
 from mtp_engines.errors import NumericsError
 from mtp_runtime.acceptance import accept_greedy
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.ending import Ending
 from mtp_runtime.events import Emitted, Event, Finished
 from mtp_runtime.policy import DraftPolicy
-from mtp_runtime.stats import Stats, TimedSequences
+from mtp_runtime.stats import Stats
 
 
 @dataclass(frozen=True)
 class Parts:
     """What one generation works with."""
 
-    sequences: TimedSequences
+    prefill: Sequences
+    """The sequences as the prompt sees them; apart, so that its time can be counted apart."""
+    sequences: Sequences
     drafter: Drafter
     policy: DraftPolicy
     ending: Ending
@@ -42,7 +44,6 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
     emitted: list[int] = []
     if ending.remaining(0) > 0:
         pending = _prefill(prompt, parts)
-        sequences.prefilling = False
         emitted = ending.cut([pending])
         yield Emitted(tuple(emitted), ending.text.take())
     while ending.reason is None and ending.remaining(len(emitted)) > 0:
@@ -67,8 +68,8 @@ def _prefill(prompt: list[int], parts: Parts) -> int:
     count = len(prompt)
     for start in range(0, count, parts.prefill_chunk):
         end = min(start + parts.prefill_chunk, count)
-        verified = parts.sequences.verify(tokens[:, start:end], 1 if end == count else 0)
-        parts.sequences.commit(np.array([end - start]))
+        verified = parts.prefill.verify(tokens[:, start:end], 1 if end == count else 0)
+        parts.prefill.commit(np.array([end - start]))
         following = tokens[0, start + 1 : end + 1]
         if end == count:
             following = np.append(following, verified.ids[0, 0])
@@ -76,7 +77,7 @@ def _prefill(prompt: list[int], parts: Parts) -> int:
     return int(verified.ids[0, 0])
 
 
-def _verify(sequences: TimedSequences, pending: int, draft: list[int]) -> tuple[list[int], Verified]:
+def _verify(sequences: Sequences, pending: int, draft: list[int]) -> tuple[list[int], Verified]:
     """Run the target over the pending token and the draft; without the draft if that makes no numbers.
 
     A draft token can drive the target to infinity where the right token would not, and attention spreads

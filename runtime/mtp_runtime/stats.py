@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy.typing as npt
-
-from mtp_engines.engine import Floats, Ids, Sequences, Verified
-
-Clock = Callable[[], float]
 
 
 @dataclass
@@ -105,51 +97,6 @@ def merge(parts: list[Stats]) -> Stats:
         for name, value in vars(part.seconds).items():
             setattr(total.seconds, name, getattr(total.seconds, name) + value)
     return total
-
-
-class TimedSequences:
-    """Sequences that add the time of each call to the statistics; the loop itself knows of no clock."""
-
-    def __init__(self, inner: Sequences, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
-        self._inner, self._seconds, self._clock = inner, seconds, clock
-        self.prefilling = True
-        self.lengths = inner.lengths
-
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
-        """Counted as prefill until the first token is out, as verify afterwards."""
-        start = self._clock()
-        try:
-            return self._inner.verify(tokens, logit_rows)
-        finally:
-            self._add("prefill" if self.prefilling else "verify", start)
-
-    def commit(self, rows: Ids) -> None:
-        """Counted as prefill until the first token is out, as commit afterwards."""
-        start = self._clock()
-        self._inner.commit(rows)
-        self._add("prefill" if self.prefilling else "commit", start)
-
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
-        """Counted as draft."""
-        start = self._clock()
-        ids = self._inner.draft(tokens, hidden, rows, draft_tokens)
-        self._add("draft", start)
-        return ids
-
-    def logits(self, hidden: Floats) -> Floats:
-        """Not counted: tools ask for logits, the loop does not."""
-        return self._inner.logits(hidden)
-
-    def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Not counted."""
-        return self._inner.snapshot(sequence)
-
-    def reset(self) -> None:
-        """Not counted."""
-        self._inner.reset()
-
-    def _add(self, part: str, start: float) -> None:
-        setattr(self._seconds, part, getattr(self._seconds, part) + self._clock() - start)
 
 
 def _ratio(part: int, whole: int) -> float | None:

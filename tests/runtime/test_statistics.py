@@ -12,7 +12,8 @@ from mtp_runtime import Finished, Model
 from mtp_runtime.cli import _footer
 from mtp_runtime.loop import Parts, run
 from mtp_runtime.policy import FixedPolicy
-from mtp_runtime.stats import Stats, TimedSequences, merge
+from mtp_runtime.stats import Stats, merge
+from mtp_runtime.timing import TimedDrafter, TimedSequences
 from tests.runtime.conftest import Models
 from tests.runtime.parts import Scripted, limit_only, plain, play, streamed
 
@@ -161,8 +162,10 @@ class AsksTheEngine:
 
 def _fake_run(tokens: int) -> Finished:
     engine, stats = FakeEngine(), Stats()
-    timed = TimedSequences(engine, stats.seconds, engine.clock)
-    parts = Parts(timed, AsksTheEngine(timed), FixedPolicy(3), limit_only(tokens), stats, 256)
+    prefill = TimedSequences(engine, stats.seconds, ("prefill", "prefill"), engine.clock)
+    timed = TimedSequences(engine, stats.seconds, clock=engine.clock)
+    drafter = TimedDrafter(AsksTheEngine(timed), stats.seconds, engine.clock)
+    parts = Parts(prefill, timed, drafter, FixedPolicy(3), limit_only(tokens), stats, 256)
     *_, finished = run([5], parts)
     assert isinstance(finished, Finished)
     return finished

@@ -24,7 +24,10 @@ class Positions:
 
 
 def rotary_tables(g: GraphBuilder, mixer: AttentionSpec, positions: int) -> tuple[ir.Value, ir.Value]:
-    """cos and sin of position * theta^(-2i / rotary_dim), computed in float64 and stored as float32."""
+    """cos and sin of position * theta^(-2i / rotary_dim), computed in float64 and stored as float32.
+
+    A table inside the graph, since ONNX Runtime's Cos and Sin round differently for other row counts.
+    """
     inverse = mixer.rope_theta ** (-np.arange(0, mixer.rotary_dim, 2) / mixer.rotary_dim)
     angles = np.arange(positions)[:, None] * inverse
     return g.constant(np.cos(angles), "float32"), g.constant(np.sin(angles), "float32")

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.sequences import CpuSequences
-from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph, open_session
+from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions, load_graph, open_session
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import RequestError
@@ -51,10 +51,12 @@ class CpuEngine:
         def session(model: ir.Model) -> ort.InferenceSession:
             return open_session(model, backbone.parent, threads=threads)
 
-        self.head = session(head_model(load_graph(backbone)))
-        self.backbone = session(lower(without_head(load_graph(backbone))))
-        self.commit = session(commit_model(spec)) if any(spec.delta_layers()) else None
-        self.mtp = session(lower(without_head(load_graph(mtp)))) if mtp is not None else None
+        self.sessions = Sessions(
+            backbone=session(lower(without_head(load_graph(backbone)))),
+            head=session(head_model(load_graph(backbone))),
+            commit=session(commit_model(spec)) if any(spec.delta_layers()) else None,
+            mtp=session(lower(without_head(load_graph(mtp)))) if mtp is not None else None,
+        )
 
     def sequences(self, batch: int = 1) -> CpuSequences:
         """Fresh state for `batch` sequences that run together."""
@@ -63,4 +65,4 @@ class CpuEngine:
                 f"{batch} sequences were asked for at once, this bundle was built for 1 to "
                 f"{self.limits.max_batch_size}. Build it again with --max-batch-size {max(batch, 1)}."
             )
-        return CpuSequences(self, batch)
+        return CpuSequences(self.spec, self.limits, self.sessions, batch)

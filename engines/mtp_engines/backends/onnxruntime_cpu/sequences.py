@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +13,26 @@ import numpy.typing as npt
 from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
 from mtp_engines.backends.onnxruntime_cpu.mtp import MtpHead
+from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import TargetState, factor_buffers
 from mtp_engines.contracts import names
+from mtp_engines.contracts.manifest import Limits
+from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.engine import Floats, Ids, Verified
 from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
-
-if TYPE_CHECKING:
-    from mtp_engines.backends.onnxruntime_cpu.engine import CpuEngine
 
 
 class CpuSequences:
     """See `mtp_engines.engine.Sequences`."""
 
-    def __init__(self, engine: CpuEngine, batch: int) -> None:
-        self._engine = engine
-        self._batch = batch
+    def __init__(self, spec: ModelSpec, limits: Limits, sessions: Sessions, batch: int) -> None:
+        self._spec, self._limits, self._sessions, self._batch = spec, limits, sessions, batch
         self._lock = threading.Lock()
-        self._state = TargetState(engine.spec, engine.limits, batch)
+        self._state = TargetState(spec, limits, batch)
         self._steps: dict[int, _Step] = {}
         self._staged: _Step | None = None
-        self._head = VocabularyHead(engine.head, engine.spec)
-        self._mtp = MtpHead(engine.mtp, engine.spec, engine.limits, batch, self._head) if engine.mtp else None
+        self._head = VocabularyHead(sessions.head, spec)
+        self._mtp = MtpHead(sessions.mtp, spec, limits, batch, self._head) if sessions.mtp else None
         self.lengths: Ids = np.zeros(batch, np.int64)
 
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
@@ -72,7 +71,7 @@ class CpuSequences:
             self._staged = None
             if kept.min() == step.rows:
                 self._state.committed ^= 1
-            elif self._engine.commit is not None and kept.max() > 0:
+            elif self._sessions.commit is not None and kept.max() > 0:
                 step.replay(kept, self._state.committed)
             self.lengths += kept
 
@@ -81,6 +80,7 @@ class CpuSequences:
         if self._mtp is None:
             raise ContractError("This bundle has no MTP head to draft with; build it without --no-mtp.")
         with self._exclusive():
+            self._check_draft(tokens, hidden, rows)
             return self._mtp.draft(tokens, hidden, rows, draft_tokens)
 
     def logits(self, hidden: Floats) -> Floats:
@@ -102,11 +102,11 @@ class CpuSequences:
 
     def _step(self, rows: int) -> _Step:
         if rows not in self._steps:
-            self._steps[rows] = _Step(self._engine, self._state, self._batch, rows)
+            self._steps[rows] = _Step(self._spec, self._limits, self._sessions, self._state, rows)
         return self._steps[rows]
 
     def _check_tokens(self, tokens: Ids) -> None:
-        vocab_size, limits = self._engine.spec.vocab_size, self._engine.limits
+        vocab_size, limits = self._spec.vocab_size, self._limits
         if tokens.dtype != np.int64 or tokens.ndim != 2 or tokens.shape[0] != self._batch or tokens.shape[1] < 1:
             raise ContractError(
                 f"verify got {tokens.dtype}{list(tokens.shape)}, expected int64[{self._batch}, rows] with rows >= 1."
@@ -118,6 +118,16 @@ class CpuSequences:
             raise ContractError(
                 f"{tokens.shape[1]} rows after {self.lengths.max()} committed ones leave the context of "
                 f"{limits.max_model_len} tokens. Build the bundle with a larger --max-model-len."
+            )
+
+    def _check_draft(self, tokens: Ids, hidden: Floats, rows: Ids) -> None:
+        width = tokens.shape[-1]
+        expected = ((self._batch, width), (self._batch, width, self._spec.hidden_size), (self._batch,))
+        found = (tokens.shape, hidden.shape, rows.shape)
+        if found != expected or not width or rows.min() < 0 or rows.max() > width:
+            raise ContractError(
+                f"draft got tokens{list(found[0])}, hidden{list(found[1])}, rows {rows.tolist()}; expected "
+                f"tokens{list(expected[0])}, hidden{list(expected[1])} and {self._batch} counts of 0..{width}."
             )
 
     @contextmanager
@@ -133,17 +143,17 @@ class CpuSequences:
 class _Step:
     """Buffers and bindings of a target run over a fixed number of rows."""
 
-    def __init__(self, engine: CpuEngine, state: TargetState, batch: int, rows: int) -> None:
-        spec = engine.spec
+    def __init__(self, spec: ModelSpec, limits: Limits, sessions: Sessions, state: TargetState, rows: int) -> None:
+        batch = state.batch
         self.rows = rows
         self.tokens = np.zeros((batch, rows), np.int64)
         self.positions = np.zeros((batch, rows), np.int64)
         self.past_length = np.zeros(batch, np.int64)
         self.hidden = np.zeros((batch, rows, spec.hidden_size), np.float32)
         # A prefill chunk is always kept whole, so only rows that may be dropped leave factors.
-        self._replayable = rows <= engine.limits.max_draft_tokens + 1
+        self._replayable = rows <= limits.max_draft_tokens + 1
         self._factors = factor_buffers(spec, batch, rows) if self._replayable else {}
-        self._engine, self._state = engine, state
+        self._sessions, self._state = sessions, state
         self._bound: dict[int, Bound] = {}
         self._replays: dict[tuple[int, int], tuple[Bound, Ids]] = {}
 
@@ -157,22 +167,22 @@ class _Step:
                 **self._state.past(half),
             }
             outputs = {names.HIDDEN: self.hidden, **self._state.present(half), **self._factors}
-            known = {value.name for value in self._engine.backbone.get_inputs()}
+            known = {value.name for value in self._sessions.backbone.get_inputs()}
             inputs = {name: array for name, array in inputs.items() if name in known}
-            self._bound[half] = Bound(self._engine.backbone, inputs, outputs)
+            self._bound[half] = Bound(self._sessions.backbone, inputs, outputs)
         self._bound[half].run()
 
     def replay(self, kept: Ids, half: int) -> None:
         """Repeat the kept rows on the committed states, in place."""
         if not self._replayable:
             raise ContractError(
-                f"Only {kept.tolist()} of {self.rows} rows were to be kept, but a run of more than "
-                f"{self._engine.limits.max_draft_tokens + 1} rows is kept whole."
+                f"Only {kept.tolist()} of {self.rows} rows were to be kept, but a run of more rows than the bundle's "
+                "largest draft and one is kept whole."
             )
         # One sequence replays just its kept rows; a batch replays all rows and masks.
         width = int(kept[0]) if len(kept) == 1 else self.rows
         if (width, half) not in self._replays:
-            assert self._engine.commit is not None
+            assert self._sessions.commit is not None
             accepted = np.zeros_like(kept)
             inputs: dict[str, AnyArray] = {names.ACCEPTED_ROWS: accepted}
             inputs |= {name: array[:, :width] for name, array in self._factors.items()}
@@ -180,7 +190,7 @@ class _Step:
             for layer in self._state.recurrent:
                 inputs |= self._state.past_of(layer, half)
                 outputs |= self._state.present_of(layer, half)
-            self._replays[width, half] = (Bound(self._engine.commit, inputs, outputs), accepted)
+            self._replays[width, half] = (Bound(self._sessions.commit, inputs, outputs), accepted)
         bound, accepted = self._replays[width, half]
         accepted[:] = kept
         bound.run()

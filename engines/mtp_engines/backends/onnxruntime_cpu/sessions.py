@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,6 +10,17 @@ import onnxruntime as ort
 
 from mtp_engines.errors import BundleError
 from mtp_plugins.graph import IR_VERSION, OPSET
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The sessions of one engine; `commit` is None without recurrent layers, `mtp` without a head."""
+
+    backbone: ort.InferenceSession
+    head: ort.InferenceSession
+    commit: ort.InferenceSession | None
+    mtp: ort.InferenceSession | None
+
 
 PROVIDERS = ["CPUExecutionProvider"]
 _FATAL_ONLY = 4

@@ -22,6 +22,7 @@ class TargetState:
     """
 
     def __init__(self, spec: ModelSpec, limits: Limits, batch: int) -> None:
+        self.batch = batch
         self.caches: dict[int, tuple[AnyArray, AnyArray]] = {
             index: kv_cache(mixer, limits, batch) for index, mixer in spec.attention_layers()
         }

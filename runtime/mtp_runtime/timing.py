@@ -1,0 +1,83 @@
+"""Clocks around the seams of the loop; the loop itself knows of none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy.typing as npt
+
+from mtp_engines.engine import Floats, Ids, Sequences, Verified
+from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.stats import Seconds
+
+Clock = Callable[[], float]
+
+
+class TimedSequences:
+    """Sequences that add the time of verify and commit to two named parts of the statistics."""
+
+    def __init__(
+        self,
+        inner: Sequences,
+        seconds: Seconds,
+        parts: tuple[str, str] = ("verify", "commit"),
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._inner, self._seconds, self._parts, self._clock = inner, seconds, parts, clock
+        self.lengths = inner.lengths
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        """Timed under the first part."""
+        with timed(self._seconds, self._parts[0], self._clock):
+            return self._inner.verify(tokens, logit_rows)
+
+    def commit(self, rows: Ids) -> None:
+        """Timed under the second part."""
+        with timed(self._seconds, self._parts[1], self._clock):
+            self._inner.commit(rows)
+
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+        """Passed on: the drafter that asks for it is timed."""
+        return self._inner.draft(tokens, hidden, rows, draft_tokens)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """Passed on."""
+        return self._inner.logits(hidden)
+
+    def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Passed on."""
+        return self._inner.snapshot(sequence)
+
+    def reset(self) -> None:
+        """Passed on."""
+        self._inner.reset()
+
+
+class TimedDrafter:
+    """A drafter whose work counts as draft."""
+
+    def __init__(self, inner: Drafter, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
+        self._inner, self._seconds, self._clock = inner, seconds, clock
+
+    def observe(self, tokens: Ids, hidden: Floats) -> None:
+        """Timed: a long prompt is consumed here."""
+        with timed(self._seconds, "draft", self._clock):
+            self._inner.observe(tokens, hidden)
+
+    def propose(self, draft_tokens: int) -> list[int]:
+        """Timed."""
+        with timed(self._seconds, "draft", self._clock):
+            return self._inner.propose(draft_tokens)
+
+
+@contextmanager
+def timed(seconds: Seconds, part: str, clock: Clock) -> Iterator[None]:
+    """Add the time of the block to one part, however the block ends."""
+    start = clock()
+    try:
+        yield
+    finally:
+        setattr(seconds, part, getattr(seconds, part) + clock() - start)
