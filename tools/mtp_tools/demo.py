@@ -55,7 +55,7 @@ def _table(model: Model, prompt: str) -> None:
         for width, stats in runs.items():
             finished = model.complete(prompt=prompt, max_new_tokens=_NEW_TOKENS, draft_tokens=width, ignore_eos=True)
             stats.append(finished.stats)
-    print(f"\n{'':22}" + "".join(f"{label:>18}" for label in _LABELS.values()))
+    print(f"\n{'':24}" + "".join(f"{label:>24}" for label in _LABELS.values()))
     rows: list[tuple[str, Callable[[list[Stats]], str]]] = [
         ("tokens a second", lambda s: f"{median(map(_speed, s)):.0f}"),
         ("slowest .. fastest", lambda s: f"{min(map(_speed, s)):.0f} .. {max(map(_speed, s)):.0f}"),
@@ -64,7 +64,7 @@ def _table(model: Model, prompt: str) -> None:
         *((f"{part} ms a cycle", partial(_milliseconds, part)) for part in ("draft", "verify", "commit")),
     ]
     for name, cell in rows:
-        print(f"{name:22}" + "".join(f"{cell(stats):>18}" for stats in runs.values()))
+        print(f"{name:24}" + "".join(f"{cell(stats):>24}" for stats in runs.values()))
     ratios = [_speed(fast) / _speed(slow) for slow, fast in zip(runs[0], runs[_DRAFT_TOKENS], strict=True)]
     print(
         f"\nMTP over plain decoding: {median(ratios):.2f}x (median of {_REPEATS} pairs, {min(ratios):.2f} .. "

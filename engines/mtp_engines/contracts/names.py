@@ -11,9 +11,6 @@ HIDDEN_OUT = "hidden_states_out"
 """Output of the head after its last norm; the next chained step takes it as its input."""
 ACCEPTED_ROWS = "accepted_rows"
 
-FACTORS = ("conv", "key", "value", "decay", "beta")
-"""What a verified row leaves behind so that a commit can repeat it."""
-
 
 def past_key(layer: int) -> str:
     return f"past_key_values.{layer}.key"

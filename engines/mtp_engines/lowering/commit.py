@@ -20,20 +20,25 @@ def commit_model(spec: ModelSpec) -> ir.Model:
     g = GraphBuilder("commit")
     accepted = g.input(names.ACCEPTED_ROWS, "int64", ["batch"])
     count = g.op("Unsqueeze", accepted, g.constant([1]))
+    rows = {
+        index: {
+            name: g.input(names.factor(index, name), "float32", ["batch", "rows", *shape])
+            for name, shape in factor_shapes(mixer).items()
+        }
+        for index, mixer in spec.delta_layers()
+    }
+    kept = _kept_rows(g, next(iter(rows.values()))["decay"], count)
     for index, mixer in spec.delta_layers():
         with g.scope(f"layers.{index}"):
-            _commit_layer(g, index, mixer, count)
+            _commit_layer(g, index, mixer, rows[index], kept, count)
     return g.model(domains=[CONTRIB])
 
 
-def _commit_layer(g: GraphBuilder, index: int, mixer: GatedDeltaSpec, count: ir.Value) -> None:
-    shapes = factor_shapes(mixer)
-    rows = {
-        name: g.input(names.factor(index, name), "float32", ["batch", "rows", *shapes[name]]) for name in names.FACTORS
-    }
+def _commit_layer(
+    g: GraphBuilder, index: int, mixer: GatedDeltaSpec, rows: dict[str, ir.Value], kept: ir.Value, count: ir.Value
+) -> None:
     state_shape: list[Axis] = ["batch", mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim]
     state = g.input(names.past_recurrent(index), "float32", state_shape)
-    kept = _kept_rows(g, rows["decay"], count)
     zero = g.constant(0.0, "float32")
     _, present = g.op_multi(
         "LinearAttention",
