@@ -12,22 +12,22 @@ from mtp_engines.errors import MtpError
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 
-def run_group(group: click.Group, arguments: Sequence[str] | None = None) -> int:
+def run_command(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
     An `MtpError` is one line on stderr and 1; bad usage is one line and 2; an interrupt is 130. Anything
     else is a bug and keeps its traceback.
     """
-    name = str(group.name)
+    name = str(command.name)
     try:
-        result = group.main(list(arguments) if arguments is not None else None, name, standalone_mode=False)
+        result = command.main(list(arguments) if arguments is not None else None, name, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
         return USAGE
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else name
-        print(f"{command}: {error.format_message()} See `{command} --help`.", file=sys.stderr)
+        path = error.ctx.command_path if error.ctx else name
+        print(f"{path}: {error.format_message()} See `{path} --help`.", file=sys.stderr)
         return USAGE
     except MtpError as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from mtp_engines.command import run_group
+from mtp_engines.command import run_command
 from mtp_exporter.build import BACKEND, DRAFT_TOKENS, BuildOptions, Built, Reporter, build
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_exporter.inspect_text import as_text
@@ -66,7 +66,7 @@ def inspect_command(checkpoint: str, as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of `mtp-export`."""
-    sys.exit(run_group(group))
+    sys.exit(run_command(group))
 
 
 def _summary(built: Built) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from mtp_engines.bundle import MANIFEST_FILE
-from mtp_engines.command import run_group
+from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
 from mtp_runtime.events import Emitted, Finished
@@ -91,7 +91,7 @@ def main() -> None:
     """Entry point of `mtp-run`."""
     for entry in entry_points(group="mtp_run.commands"):
         group.add_command(entry.load(), entry.name)
-    sys.exit(run_group(group))
+    sys.exit(run_command(group))
 
 
 def _requests(

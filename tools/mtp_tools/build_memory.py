@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from mtp_engines.command import run_command
 from mtp_tools.made_up.shapes import PUBLISHED, tensors
 from mtp_tools.made_up.write import write_checkpoint
 
@@ -23,7 +24,7 @@ ALLOWANCE = 1.5e9
 """Bytes that a build may use beside the largest tensor (in float32, as it is written)."""
 
 
-@click.command()
+@click.command("python -m mtp_tools.build_memory")
 @click.option("--shape", type=click.Choice(list(PUBLISHED)), default="4B", show_default=True, help="Released size.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("bundles"), help="For checkpoint and bundle.")
 @click.option("--keep", is_flag=True, help="Leave both there.")
@@ -58,4 +59,4 @@ def main(shape: str, work: Path, keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from mtp_engines.command import run_group
+from mtp_engines.command import run_command
 from mtp_exporter.cli import group
 from mtp_runtime.api import Model, load
 from mtp_runtime.events import Finished
@@ -27,7 +27,7 @@ _LABELS = {0: "plain decoding", _DRAFT_TOKENS: f"MTP, K = {_DRAFT_TOKENS}"}
 def main() -> int:
     """Build, stream both ways, then time both in turn."""
     print(f"== mtp-export build --model {CHECKPOINT.relative_to(_ROOT)} --out {BUNDLE.relative_to(_ROOT)}", flush=True)
-    code = run_group(group, ["build", "--model", str(CHECKPOINT), "--out", str(BUNDLE)])
+    code = run_command(group, ["build", "--model", str(CHECKPOINT), "--out", str(BUNDLE)])
     if code:
         return code
     model = load(BUNDLE)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
+from mtp_engines.command import run_command
 from mtp_tools.made_up.shapes import PUBLISHED
 from mtp_tools.made_up.write import write_checkpoint
 
 
-@click.command()
+@click.command("python -m mtp_tools.made_up")
 @click.option("--shape", type=click.Choice(list(PUBLISHED)), required=True, help="Released size.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
 @click.option("--seed", default=0, show_default=True)
@@ -21,4 +23,4 @@ def main(shape: str, out: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .model import ChainKeys, TinyModel
+from mtp_tools.train_tiny.model import ChainKeys, TinyModel
 
 MAX_DRAFT_TOKENS = 3
 

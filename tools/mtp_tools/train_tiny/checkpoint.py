@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from .layout import checkpoint_config, generation_config, model_config, tokenizer_config
-from .model import TinyModel
+from mtp_tools.train_tiny.layout import checkpoint_config, generation_config, model_config, tokenizer_config
+from mtp_tools.train_tiny.model import TinyModel
 
 BACKBONE_PREFIX = "language_model."
 FP32_SUFFIXES = (".linear_attn.A_log", ".linear_attn.norm.weight")

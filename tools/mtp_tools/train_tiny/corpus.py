@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from mtp_engines.errors import MtpError
 
-class RecipeError(Exception):
+
+class RecipeError(MtpError):
     """The recipe cannot go on; the text says what was found, what was expected and what to do."""
 
 

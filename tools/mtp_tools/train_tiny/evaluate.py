@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .acceptance import MAX_DRAFT_TOKENS, Acceptance, greedy_text, measure
-from .checkpoint import load_checkpoint, transformers_difference
-from .objective import losses
-from .prompts import prompt_ids, read_prompts
+from mtp_tools.train_tiny.acceptance import MAX_DRAFT_TOKENS, Acceptance, greedy_text, measure
+from mtp_tools.train_tiny.checkpoint import load_checkpoint, transformers_difference
+from mtp_tools.train_tiny.objective import losses
+from mtp_tools.train_tiny.prompts import prompt_ids, read_prompts
 
 BURST_TOKENS = 12
 RUN_TOKENS = 96

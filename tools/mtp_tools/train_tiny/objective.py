@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .model import ChainKeys, TinyModel
+from mtp_tools.train_tiny.model import ChainKeys, TinyModel
 
 # Greedy acceptance asks for the same best token, not for the same distribution: part of the
 # head's target is therefore the backbone's choice alone.

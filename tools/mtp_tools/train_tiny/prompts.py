@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .corpus import Document
+from mtp_tools.train_tiny.corpus import Document
 
 PROMPT_COUNT = 64
 PROMPT_TOKENS = 64

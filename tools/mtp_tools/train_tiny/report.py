@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from .acceptance import Acceptance
-from .corpus import SOURCES
-from .evaluate import BURST_TOKENS, RUN_TOKENS, Figures
-from .layout import VOCAB_SIZE
-from .prompts import PROMPT_COUNT, PROMPT_TOKENS
-from .train import Schedule
+from mtp_tools.train_tiny.acceptance import Acceptance
+from mtp_tools.train_tiny.corpus import SOURCES
+from mtp_tools.train_tiny.evaluate import BURST_TOKENS, RUN_TOKENS, Figures
+from mtp_tools.train_tiny.layout import VOCAB_SIZE
+from mtp_tools.train_tiny.prompts import PROMPT_COUNT, PROMPT_TOKENS
+from mtp_tools.train_tiny.train import Schedule
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layout import model_config
-from .model import TinyModel
-from .muon import Muon
-from .objective import losses
+from mtp_tools.train_tiny.layout import model_config
+from mtp_tools.train_tiny.model import TinyModel
+from mtp_tools.train_tiny.muon import Muon
+from mtp_tools.train_tiny.objective import losses
 
 # Matrices that Muon must not take: the embedding is a table, the others have a row a head.
 VECTOR_LIKE = ("embed_tokens", "in_proj_a", "in_proj_b")

@@ -6,8 +6,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from .corpus import Document
-from .layout import END_OF_TEXT_ID, SPECIAL_TOKENS, VOCAB_SIZE
+from mtp_tools.train_tiny.corpus import Document
+from mtp_tools.train_tiny.layout import END_OF_TEXT_ID, SPECIAL_TOKENS, VOCAB_SIZE
 
 # The Qwen2 splitting rule: words with one leading space, single digits, punctuation, line ends.
 SPLIT_PATTERN = (
