@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from mtp_runtime.events import Event, Finished
 from mtp_runtime.loop import Parts, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prompts import Prompts
-from mtp_runtime.request import Request, check, ids_from, request_from
+from mtp_runtime.request import Request, ids_from, request_from
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
 from mtp_runtime.timing import TimedDrafter, TimedSequences
@@ -28,10 +28,10 @@ from mtp_runtime.timing import TimedDrafter, TimedSequences
 class Model:
     """A loaded bundle. Several threads may generate at once: each generation has a state of its own."""
 
-    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+    def __init__(self, bundle: Bundle, engine: Engine, prompts: Prompts) -> None:
         self.bundle = bundle
         self.engine = engine
-        self.prompts = Prompts(bundle.directory)
+        self.prompts = prompts
 
     @property
     def manifest(self) -> Manifest:
@@ -59,15 +59,12 @@ class Model:
             request = request_from(options, "the request")
         elif options:
             request = request_from({**vars(request), **options}, "the request")
-        prompt = self.prompts.encode(request)
-        if request.stops and self.prompts.tokenizer is None:
-            raise RequestError("stop looks for text, but this bundle has no tokenizer; leave it out.")
-        checked = check(request, prompt, self.manifest)
+        prepared = self.prompts.prepare(request, self.manifest)
         sequences = self.engine.sequences()
-        drafter = self.drafter(sequences) if checked.draft_tokens else NoDrafter()
+        drafter = self.drafter(sequences) if prepared.draft_tokens else NoDrafter()
         ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
-        ending = Ending(checked.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
-        return self.run(prompt, sequences, drafter, FixedPolicy(checked.draft_tokens), ending)
+        ending = Ending(prepared.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
+        return self.run(prepared.prompt, sequences, drafter, FixedPolicy(prepared.draft_tokens), ending)
 
     def complete(self, request: Request | None = None, **options: Any) -> Finished:
         """Generate to the end and return the last event."""
@@ -97,15 +94,29 @@ class Model:
         return run(prompt, parts)
 
 
-def load(bundle: str | Path, threads: int = 0) -> Model:
+def load(bundle: str | Path, threads: int = 0, requests: Iterable[Request] = ()) -> Model:
     """Open a bundle and its engine.
 
     Args:
         bundle: directory that `mtp-export build` wrote.
         threads: intra-op threads; 0 takes one for each physical core.
+        requests: checked before the engine, which can take long, is opened.
 
     Raises:
         BundleError: incomplete, damaged, or not for this machine.
+        RequestError: one of several `requests` cannot be served; says which.
     """
     opened = open_bundle(Path(bundle))
-    return Model(opened, open_engine(opened, threads))
+    prompts = Prompts(opened.directory)
+    _check_all(list(requests), prompts, opened.manifest)
+    return Model(opened, open_engine(opened, threads), prompts)
+
+
+def _check_all(requests: list[Request], prompts: Prompts, manifest: Manifest) -> None:
+    for number, request in enumerate(requests, 1):
+        try:
+            prompts.prepare(request, manifest)
+        except RequestError as error:
+            if len(requests) == 1:
+                raise
+            raise RequestError(f"prompt {number} of {len(requests)}: {error}") from error

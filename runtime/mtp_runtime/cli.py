@@ -61,7 +61,7 @@ def generate(
         "stop": list(stop) or None,
     }
     requests = list(_requests(prompt, prompt_ids, prompts, defaults))
-    model = load(find_bundle(bundle), threads)
+    model = load(find_bundle(bundle), threads, requests)
     for request in requests:
         if as_json:
             print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)

@@ -12,8 +12,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import BundleError, RequestError
-from mtp_runtime.request import Request, ids_from, require_one_prompt
+from mtp_runtime.request import Prepared, Request, check, ids_from, require_one_prompt
 
 
 class Prompts:
@@ -24,6 +25,17 @@ class Prompts:
         self.tokenizer = _load_tokenizer(directory)
         config = directory / "tokenizer_config.json"
         self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+
+    def prepare(self, request: Request, manifest: Manifest) -> Prepared:
+        """Encode a request and check it against the bundle; needs no engine.
+
+        Raises:
+            RequestError: the bundle cannot serve it.
+        """
+        prepared = check(request, self.encode(request), manifest)
+        if request.stops and self.tokenizer is None:
+            raise RequestError("stop looks for text, but this bundle has no tokenizer; leave it out.")
+        return prepared
 
     def encode(self, request: Request) -> list[int]:
         """Token ids of a request.

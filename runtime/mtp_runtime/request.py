@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -127,14 +126,15 @@ def ids_from(values: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A request that the bundle can serve: K and the number of tokens that fit are settled."""
+class Prepared:
+    """A request that the bundle can serve: prompt, K and the number of tokens that fit are settled."""
 
+    prompt: list[int]
     draft_tokens: int
     limit: int
 
 
-def check(request: Request, prompt: Sequence[int], manifest: Manifest) -> Checked:
+def check(request: Request, prompt: list[int], manifest: Manifest) -> Prepared:
     """Refuse what the bundle cannot do; the decision never depends on K.
 
     Raises:
@@ -162,7 +162,7 @@ def check(request: Request, prompt: Sequence[int], manifest: Manifest) -> Checke
             f"{limits.max_model_len}. Shorten "
             "the prompt, or build the bundle with a larger --max-model-len."
         )
-    return Checked(_draft_tokens(request, manifest), min(room, request.max_new_tokens))
+    return Prepared(prompt, _draft_tokens(request, manifest), min(room, request.max_new_tokens))
 
 
 def _draft_tokens(request: Request, manifest: Manifest) -> int:
