@@ -99,7 +99,7 @@ def load(bundle: str | Path, threads: int = 0, requests: Iterable[Request] = ())
 
     Args:
         bundle: directory that `mtp-export build` wrote.
-        threads: intra-op threads; 0 takes one for each physical core.
+        threads: intra-op threads; 0 chooses by the size of the model.
         requests: checked before the engine, which can take long, is opened.
 
     Raises:

@@ -19,7 +19,7 @@ from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), required=False)
-threads_option = click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads; 0: one a core.")
+threads_option = click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads; 0 chooses.")
 
 
 @click.group("mtp-run")
