@@ -9,7 +9,6 @@ from mtp_engines.bundle import WEIGHTS, Bundle
 from mtp_engines.engine import Engine
 from mtp_engines.errors import BundleError
 
-
 # Measured with 20 MB of weights on two cores: a second thread gains a quarter on an idle machine and loses
 # three quarters on a busy one, since the threads meet after every small matrix.
 _ONE_THREAD_BYTES = 64 << 20
