@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,7 +65,9 @@ def staging(out: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def publish(directory: Path, out: Path, manifest: Manifest) -> Manifest:
+def publish(
+    directory: Path, out: Path, manifest: Manifest, advance: Callable[[int], None] = lambda size: None
+) -> Manifest:
     """Hash every file of a staged directory, write the manifest last and move it to `out`.
 
     A bundle that stood at `out` is replaced; anything else there is left alone.
@@ -75,7 +77,7 @@ def publish(directory: Path, out: Path, manifest: Manifest) -> Manifest:
     """
     refuse_foreign(out)
     files = {
-        path.relative_to(directory).as_posix(): entry_of(path)
+        path.relative_to(directory).as_posix(): entry_of(path, advance)
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
@@ -131,12 +133,13 @@ def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:
     return Bundle(directory, manifest)
 
 
-def entry_of(path: Path) -> FileEntry:
-    """Size and digests of a file."""
+def entry_of(path: Path, advance: Callable[[int], None] = lambda size: None) -> FileEntry:
+    """Size and digests of a file; `advance` is told of the bytes just read."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
+            advance(len(block))
     return FileEntry(path.stat().st_size, digest.hexdigest(), _sample(path))
 
 

@@ -71,10 +71,16 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Told what a build does; the defaults say nothing."""
+    """Told what a build does; the defaults say nothing.
 
-    total: Callable[[int], None] = lambda size: None
-    advance: Callable[[int], None] = lambda size: None
+    Attributes:
+        phase: a phase begins: its name, how much there is to do, and in what unit ("B" for bytes).
+        advance: so much of the phase was just done.
+        note: a sentence that a user should see.
+    """
+
+    phase: Callable[[str, int, str], None] = lambda name, total, unit: None
+    advance: Callable[[int], None] = lambda amount: None
     note: Callable[[str], None] = lambda text: None
 
 
@@ -133,18 +139,18 @@ def _build_in(
     for name in _COPIED:
         if (checkpoint.directory / name).is_file():
             shutil.copyfile(checkpoint.directory / name, directory / name)
-    report.note("checking the graphs against a NumPy forward of the checkpoint")
+    report.phase("check against NumPy", len(manifest.model.layers), " layers")
     ids = sample_ids(checkpoint.directory, manifest.model.vocab_size, manifest.limits.max_model_len)
-    check = check_graphs(manifest.model, manifest.limits, backbone, mtp, Source(claimed), ids)
+    check = check_graphs(manifest.model, manifest.limits, backbone, mtp, Source(claimed), ids, report.advance)
     _warn(check, report)
-    complete = _with_check(manifest, check)
-    return Built(out, bundles.publish(directory, out, complete), False)
+    report.phase("digests", sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()), "B")
+    return Built(out, bundles.publish(directory, out, _with_check(manifest, check), report.advance), False)
 
 
 def _write_graphs(directory: Path, manifest: Manifest, claimed: Claimed, report: Reporter) -> tuple[Path, Path | None]:
     (directory / bundles.GRAPHS).mkdir()
     distinct = {need.key: tensor.size for need, tensor in claimed.values()}
-    report.total(sum(distinct.values()))
+    report.phase("weights", sum(distinct.values()), "B")
     with WeightWriter(directory / bundles.WEIGHTS, report.advance) as writer:
         tensors = {role: writer.add(need, tensor) for role, (need, tensor) in claimed.items()}
     spec, limits = manifest.model, manifest.limits

@@ -6,6 +6,7 @@ run, so that a model larger than memory can be checked in one pass over its weig
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,20 @@ class _Record:
 
 
 def check_graphs(
-    spec: ModelSpec, limits: Limits, backbone: Path, mtp: Path | None, source: Source, ids: npt.NDArray[np.int64]
+    spec: ModelSpec,
+    limits: Limits,
+    backbone: Path,
+    mtp: Path | None,
+    source: Source,
+    ids: npt.NDArray[np.int64],
+    advance: Callable[[int], None] = lambda layers: None,
 ) -> Check:
     """Run the graphs in `backbone` and `mtp` over one text and compare every layer with NumPy.
 
     Args:
         source: the checkpoint's tensors by role.
         ids: int64[rows], a text of at least two tokens that fits the context.
+        advance: told of every layer that was checked.
 
     Raises:
         BuildError: a stage differs by more than the tolerance.
@@ -90,6 +98,7 @@ def check_graphs(
         x = piece.run(x)
         record.compare(names.residual(index + 1), x[0], next(stages).value)
         del piece
+        advance(1)
     final = open_piece(graph, [names.residual(len(spec.layers))], [names.HIDDEN], folder)
     hidden: Floats = final.run([names.HIDDEN], {names.residual(len(spec.layers)): x})[0]
     reference_hidden = next(stages).value

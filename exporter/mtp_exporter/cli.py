@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn, Self
 
 import click
 from tqdm import tqdm
@@ -40,18 +41,8 @@ def build_command(
 ) -> None:
     """Build a bundle: graphs, weights, tokenizer and manifest, checked before it appears."""
     options = BuildOptions(model, out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp)
-    with tqdm(total=0, unit="B", unit_scale=True, unit_divisor=1000, desc="weights", disable=None) as bar:
-
-        def total(size: int) -> None:
-            bar.reset(size)
-
-        def advance(size: int) -> None:
-            bar.update(size)
-
-        def note(text: str) -> None:
-            bar.write(text, file=sys.stderr)
-
-        built = build(options, Reporter(total, advance, note))
+    with _Bars() as bars:
+        built = build(options, Reporter(bars.phase, bars.advance, bars.note))
     print(_summary(built))
 
 
@@ -67,6 +58,37 @@ def inspect_command(checkpoint: str, as_json: bool) -> None:
 def main() -> None:
     """Entry point of `mtp-export`."""
     sys.exit(run_command(group))
+
+
+class _Bars:
+    """A progress bar for each phase of a build, on a terminal; notes go to stderr in any case."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[NoReturn] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def phase(self, name: str, total: int, unit: str) -> None:
+        """Close the bar of the last phase and open one for this."""
+        self._close()
+        self._bar = tqdm(total=total, desc=name, unit=unit, unit_scale=unit == "B", disable=None)
+
+    def advance(self, amount: int) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(amount)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(text, file=sys.stderr)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _summary(built: Built) -> str:
