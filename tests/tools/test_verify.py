@@ -101,6 +101,14 @@ def test_the_checks_hold_and_reach_every_accepted_count(model: Model) -> None:
     assert len(lines) > 30
 
 
+def test_control_the_control_itself_fails_when_the_comparison_is_blind(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_module, "CommitsEverything", Faulty)
+    failed = [line.text for line in checks(model, 16, 24) if not line.holds]
+    assert failed == ["control: rejected rows left in the state are noticed"]
+
+
 def test_control_the_checks_fail_when_the_engine_is_faulty(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(model_: Model, plain, draft_tokens: int, drafter=None, wrap=None):
         return run_against(model_, plain, draft_tokens, drafter, wrap or CommitsEverything)

@@ -8,6 +8,9 @@ import onnx_ir as ir
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
+LEAST_QUERY_ROWS = 2
+"""One query row takes another kernel and rounds differently; two or more agree to the last bit."""
+
 
 def linear(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     """x @ W^T with W as stored: one constant weight that the kernel packs once."""
@@ -76,14 +79,13 @@ def _unit(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value
 
 
 def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """GroupQueryAttention with never fewer than two query rows.
+    """GroupQueryAttention with never fewer than `LEAST_QUERY_ROWS` query rows.
 
-    One query row takes another kernel and rounds differently; two or more agree to the last bit. A
-    lone row is doubled: its twin writes one spare cache row past the committed length and is cut off.
+    A lone row is doubled: its twin writes one spare cache row past the committed length and is cut off.
     """
     query, key, value, past_key, past_value, past_length = node.inputs
     rows = g.op("Shape", query, start=1, end=2)
-    width = g.op("Max", rows, g.constant([2]))
+    width = g.op("Max", rows, g.constant([LEAST_QUERY_ROWS]))
     total = g.op("Add", past_length, width)
     output, present_key, present_value = g.op_multi(
         "GroupQueryAttention",
