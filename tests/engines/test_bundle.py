@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mtp_engines import bundle as bundle_module
 from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, MTP, WEIGHTS, open_bundle, refuse_foreign, staging
 from mtp_engines.errors import BuildError, BundleError
 from tests.fixtures.checkpoints import markov_checkpoint, random_checkpoint
@@ -75,6 +77,49 @@ def test_a_manifest_from_elsewhere_is_refused(
     edit(copy / MANIFEST_FILE, change)
     with pytest.raises(BundleError, match=expected):
         load(copy)
+
+
+def test_large_files_are_sampled_when_opened_and_read_whole_when_verified(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(good, copy)
+    content = bytearray((copy / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (copy / WEIGHTS).write_bytes(content)
+    monkeypatch.setattr(bundle_module, "_SMALL", 0)
+    with pytest.raises(BundleError, match="digest differs"):
+        open_bundle(copy)
+    # A change that no sample meets: only the whole file tells.
+    honest = bundle_module._sample
+    monkeypatch.setattr(bundle_module, "_sample", lambda path: honest(good / path.relative_to(copy)))
+    open_bundle(copy)
+    with pytest.raises(BundleError, match="digest differs"):
+        open_bundle(copy, thorough=True)
+
+
+def test_samples_reach_both_ends_of_a_large_file(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    content = bytearray(8 << 20)
+    file.write_bytes(content)
+    before = bundle_module._sample(file)
+    for place in (0, len(content) - 1):
+        content[place] = 1
+        file.write_bytes(content)
+        assert bundle_module._sample(file) != before
+        content[place] = 0
+
+
+def test_leftovers_of_a_dead_build_are_removed_and_those_of_a_running_one_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "Qwen3.5-0.8B"
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    dead, running = (tmp_path / f".{out.name}.{pid}.abc.partial" for pid in (process.pid, os.getpid()))
+    for directory in (dead, running):
+        directory.mkdir()
+    with staging(out):
+        assert not dead.exists()
+        assert running.exists()
 
 
 def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
