@@ -96,3 +96,42 @@ def test_control_a_commit_of_one_row_too_many_is_noticed(case: Case) -> None:
     recurrent = [name for name in states[0] if "recurrent" in name or "conv" in name]
     assert recurrent
     assert all(not np.array_equal(states[0][name], states[1][name]) for name in recurrent)
+
+
+def test_prompts_of_different_lengths_are_prefilled_in_one_wide_call(case: Case) -> None:
+    """Wider than any draft: a batch replays what each sequence keeps, one sequence alone never needs to."""
+    prompts = np.random.default_rng(2).integers(0, 112, (3, 20))
+    kept = np.array([20, 7, 0])
+    together = case.model.engine.sequences(3)
+    together.verify(prompts, 0)
+    together.commit(kept)
+    for index, length in enumerate(kept[:2]):
+        alone = case.model.engine.sequences()
+        alone.verify(prompts[index : index + 1, :length], 0)
+        alone.commit(np.array([length]))
+        for name, value in alone.snapshot(0).items():
+            np.testing.assert_array_equal(together.snapshot(index)[name], value, err_msg=name)
+    assert not any(value.any() for value in together.snapshot(2).values()), "a sequence that kept nothing is empty"
+
+
+def test_a_fault_in_a_replay_leaves_the_committed_state(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtp_engines.backends.onnxruntime_cpu import sequences as module
+
+    sequences = case.model.engine.sequences()
+    sequences.verify(IDS[:, :4], 0)
+    sequences.commit(np.array([4]))
+    before = sequences.snapshot(0)
+    sequences.verify(IDS[:, 4:8], 4)
+    run = module.Bound.run
+
+    def fails(self: object) -> None:
+        run(self)  # type: ignore[arg-type]
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Bound, "run", fails)
+        with pytest.raises(MemoryError):
+            sequences.commit(np.array([2]))
+    assert sequences.lengths.tolist() == [4]
+    for name, value in sequences.snapshot(0).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)

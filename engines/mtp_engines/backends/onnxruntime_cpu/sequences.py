@@ -69,11 +69,12 @@ class CpuSequences:
                     f"commit got rows {kept.tolist()}, expected {self._batch} counts of 0..{step.rows}."
                 )
             self._staged = None
-            if kept.min() == step.rows:
+            if kept.max() > 0:
+                # The other half holds the state after all rows; where some are dropped, it is made again.
+                if kept.min() < step.rows and self._sessions.commit is not None:
+                    step.replay(kept, self._state.committed)
                 self._state.committed ^= 1
-            elif self._sessions.commit is not None and kept.max() > 0:
-                step.replay(kept, self._state.committed)
-            self.lengths += kept
+                self.lengths += kept
 
     def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
         """Let the head consume committed rows and propose tokens."""
@@ -150,8 +151,8 @@ class _Step:
         self.positions = np.zeros((batch, rows), np.int64)
         self.past_length = np.zeros(batch, np.int64)
         self.hidden = np.zeros((batch, rows, spec.hidden_size), np.float32)
-        # A prefill chunk is always kept whole, so only rows that may be dropped leave factors.
-        self._replayable = rows <= limits.max_draft_tokens + 1
+        # A prefill chunk of one sequence is always kept whole; factors of so many rows would cost memory.
+        self._replayable = rows <= limits.max_draft_tokens + 1 or batch > 1
         self._factors = factor_buffers(spec, batch, rows) if self._replayable else {}
         self._sessions, self._state = sessions, state
         self._bound: dict[int, Bound] = {}
@@ -173,11 +174,11 @@ class _Step:
         self._bound[half].run()
 
     def replay(self, kept: Ids, half: int) -> None:
-        """Repeat the kept rows on the committed states, in place."""
+        """Repeat the kept rows on the states in `half` and write the result to the other half."""
         if not self._replayable:
             raise ContractError(
-                f"Only {kept.tolist()} of {self.rows} rows were to be kept, but a run of more rows than the bundle's "
-                "largest draft and one is kept whole."
+                f"Only {kept.tolist()} of {self.rows} rows were to be kept, but one sequence's run of more rows than "
+                "the bundle's largest draft and one is kept whole."
             )
         # One sequence replays just its kept rows; a batch replays all rows and masks.
         width = int(kept[0]) if len(kept) == 1 else self.rows
@@ -189,7 +190,7 @@ class _Step:
             outputs: dict[str, AnyArray] = {}
             for layer in self._state.recurrent:
                 inputs |= self._state.past_of(layer, half)
-                outputs |= self._state.present_of(layer, half)
+                outputs |= self._state.present_of(layer, 1 - half)
             self._replays[width, half] = (Bound(self._sessions.commit, inputs, outputs), accepted)
         bound, accepted = self._replays[width, half]
         accepted[:] = kept

@@ -18,7 +18,8 @@ class TargetState:
     """Caches and recurrent states of the target.
 
     A verify reads the committed half of every recurrent state and writes the other half. When every
-    staged row is kept, the halves change places and nothing is computed.
+    staged row is kept, the halves change places and nothing is computed; otherwise the kept rows are
+    repeated from the committed half into the other one first. The committed half is never written.
     """
 
     def __init__(self, spec: ModelSpec, limits: Limits, batch: int) -> None:
