@@ -105,7 +105,24 @@ def refuse_foreign(out: Path) -> None:
     if not out.exists():
         return
     if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_FILE).is_file()):
-        raise BuildError(f"{out} exists and is no bundle; choose another --out, or remove it first.")
+        raise BuildError(f"{out} exists and is no bundle; choose another --out.")
+    if foreign := _foreign_files(out):
+        raise BuildError(
+            f"{out} is a bundle that also holds {foreign[0]}, which building it again would remove. Move that away, or "
+            "choose another --out."
+        )
+
+
+def _foreign_files(out: Path) -> list[str]:
+    """Files in a bundle's directory that its manifest does not list; none if the manifest cannot be read."""
+    if not (out / MANIFEST_FILE).is_file():
+        return []
+    try:
+        known = {MANIFEST_FILE, *_read_manifest(out / MANIFEST_FILE).files}
+    except BundleError:
+        return []
+    found = (path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file())
+    return [name for name in found if name not in known]
 
 
 def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:
@@ -120,10 +137,7 @@ def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:
     """
     path = directory / MANIFEST_FILE
     if not path.is_file():
-        raise BundleError(
-            f"{directory} is no bundle: it has no {MANIFEST_FILE}. Build one with `mtp-export build --model MODEL "
-            f"--out {directory}`."
-        )
+        raise BundleError(_no_bundle(directory))
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
         _check_file(directory / name, entry, thorough)
@@ -131,6 +145,22 @@ def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:
         if name not in manifest.files:
             raise BundleError(f"{path} does not list {name}, which every bundle has. Build the bundle again.")
     return Bundle(directory, manifest)
+
+
+def _no_bundle(directory: Path) -> str:
+    if not directory.exists():
+        return f"{directory} does not exist; give the directory of a bundle, or build one with `mtp-export build`."
+    if not directory.is_dir():
+        return f"{directory} is a file; give the directory of a bundle."
+    if (directory / "config.json").is_file():
+        return (
+            f"{directory} is no bundle but a checkpoint: it has no {MANIFEST_FILE}. Build it first with "
+            f"`mtp-export build --model {directory}`."
+        )
+    inside = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST_FILE}"))
+    if inside:
+        return f"{directory} is no bundle but holds {len(inside)}: {', '.join(inside)}. Give one of them."
+    return f"{directory} is no bundle: it has no {MANIFEST_FILE}. Give the directory that `mtp-export build` wrote."
 
 
 def entry_of(path: Path, advance: Callable[[int], None] = lambda size: None) -> FileEntry:

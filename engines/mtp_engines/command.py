@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +22,13 @@ def run_command(command: click.Command, arguments: Sequence[str] | None = None) 
     else is a bug and keeps its traceback.
     """
     name = str(command.name)
+    # A stream that the caller closed would send errors to the other one, or raise.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    # An ordinary end, so that a build removes what it had begun.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         result = command.main(list(arguments) if arguments is not None else None, name, standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
@@ -35,5 +43,16 @@ def run_command(command: click.Command, arguments: Sequence[str] | None = None) 
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # The reader of our output is gone; nothing can be told to anybody.
+        _drop_output()
         return FAILURE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _drop_output()
+        print(f"{name}: the output cannot be written: {error.strerror}. Free some space.", file=sys.stderr)
+        return FAILURE
+
+
+def _drop_output() -> None:
+    """Point stdout to nowhere, so that Python's own flush at exit does not fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,11 +16,12 @@ import onnx_ir as ir
 from mtp_engines import bundle as bundles
 from mtp_engines.contracts.manifest import SCHEMA_VERSION, Limits, Manifest, Numerics, Parity
 from mtp_engines.errors import BuildError, BundleError
+from mtp_engines.lowering.onnxruntime_cpu import refuse_unsupported
 from mtp_exporter.check import Check, check_graphs
-from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
+from mtp_exporter.checkpoint import COPIED, Checkpoint, open_checkpoint
 from mtp_exporter.end_tokens import end_tokens
 from mtp_exporter.families import describe
-from mtp_exporter.families.description import Description, Need, claim
+from mtp_exporter.families.description import Description, Need, check_duplicates, claim
 from mtp_exporter.graphs import backbone_graph, mtp_graph
 from mtp_exporter.resolve import resolve
 from mtp_exporter.safetensors_file import TensorInfo
@@ -32,15 +33,8 @@ BACKEND: Literal["onnxruntime-cpu"] = "onnxruntime-cpu"
 WEIGHT_FORMATS = ("fp32",)
 DRAFT_TOKENS = 7
 MAX_DRAFT_TOKENS = 15
+MAX_BATCH_SIZE = 256
 DEFAULT_MODEL_LEN = 8192
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 _PACKAGES = ("mtp-export", "onnxruntime", "onnx-ir", "numpy", "tokenizers")
 
 Claimed = dict[str, tuple[Need, TensorInfo]]
@@ -106,19 +100,25 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
     report = reporter or Reporter()
     _check_options(options)
     source = resolve(options.model)
-    out = options.out or Path("bundles") / Path(options.model.rstrip("/")).name
+    out = options.out or Path("bundles") / _name(options.model, source)
+    # A link to another disk stays a link; the bundle goes where it points.
+    out = out.resolve() if out.is_symlink() else out
     bundles.refuse_foreign(out)
     checkpoint = open_checkpoint(source)
     description = describe(checkpoint, options.mtp)
     claimed = claim(checkpoint, description)
+    check_duplicates(checkpoint, description)
+    refuse_unsupported(description.spec)
     for reason, keys in description.ignored.items():
         report.note(f"ignored {len(keys)} {reason}")
     for text in description.notes:
         report.note(text)
+    if not (source / "tokenizer.json").is_file():
+        report.note("the checkpoint has no tokenizer.json: the bundle will take and give token ids, no text")
     manifest = _manifest(options, checkpoint, description, out)
     if not manifest.end_tokens:
         report.note("no end token was found: only a limit or a stop text will end a generation")
-    if reusable := _reusable(out, manifest):
+    if reusable := _reusable(out, manifest, checkpoint, claimed):
         report.note(f"{out} was built from the same checkpoint with the same options; it is used as it is")
         return Built(out, reusable, True)
     needed = _weight_bytes(claimed)
@@ -132,22 +132,36 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
         raise BuildError(f"{out} could not be written: {what}. Free some space or choose another --out.") from error
 
 
+def _name(model: str, source: Path) -> str:
+    """The last part of a hub id or short name, or the name of the local directory, whatever way it was written."""
+    return source.resolve().name if Path(model).expanduser().exists() else model.rstrip("/").rsplit("/", 1)[-1]
+
+
 def _build_in(
     directory: Path, out: Path, manifest: Manifest, checkpoint: Checkpoint, claimed: Claimed, report: Reporter
 ) -> Built:
-    backbone, mtp = _write_graphs(directory, manifest, claimed, report)
-    for name in _COPIED:
+    backbone, mtp, digests = _write_graphs(directory, manifest, claimed, report)
+    for name in COPIED:
         if (checkpoint.directory / name).is_file():
             shutil.copyfile(checkpoint.directory / name, directory / name)
     report.phase("check against NumPy", len(manifest.model.layers), " layers")
     ids = sample_ids(checkpoint.directory, manifest.model.vocab_size, manifest.limits.max_model_len)
     check = check_graphs(manifest.model, manifest.limits, backbone, mtp, Source(claimed), ids, report.advance)
     _warn(check, report)
+    complete = replace(
+        manifest,
+        source_digest=checkpoint.digest(digests),
+        parity=check.parity,
+        numerics=check.numerics,
+        draft_agreement=check.agreement,
+    )
     report.phase("digests", sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()), "B")
-    return Built(out, bundles.publish(directory, out, _with_check(manifest, check), report.advance), False)
+    return Built(out, bundles.publish(directory, out, complete, report.advance), False)
 
 
-def _write_graphs(directory: Path, manifest: Manifest, claimed: Claimed, report: Reporter) -> tuple[Path, Path | None]:
+def _write_graphs(
+    directory: Path, manifest: Manifest, claimed: Claimed, report: Reporter
+) -> tuple[Path, Path | None, dict[str, str]]:
     (directory / bundles.GRAPHS).mkdir()
     distinct = {need.key: tensor.size for need, tensor in claimed.values()}
     report.phase("weights", sum(distinct.values()), "B")
@@ -157,9 +171,9 @@ def _write_graphs(directory: Path, manifest: Manifest, claimed: Claimed, report:
     backbone = directory / bundles.BACKBONE
     ir.save(backbone_graph(spec, limits, tensors), backbone)
     if spec.mtp is None:
-        return backbone, None
+        return backbone, None, writer.digests
     ir.save(mtp_graph(spec, limits, tensors), directory / bundles.MTP)
-    return backbone, directory / bundles.MTP
+    return backbone, directory / bundles.MTP, writer.digests
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -174,8 +188,8 @@ def _check_options(options: BuildOptions) -> None:
             "speculation, "
             "use --no-mtp."
         )
-    if options.max_batch_size < 1:
-        raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected at least 1.")
+    if not 1 <= options.max_batch_size <= MAX_BATCH_SIZE:
+        raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected 1 to {MAX_BATCH_SIZE}.")
     if options.max_model_len is not None and options.max_model_len < 2:
         raise BuildError(f"--max-model-len is {options.max_model_len}, expected at least 2.")
 
@@ -199,7 +213,7 @@ def _manifest(options: BuildOptions, checkpoint: Checkpoint, description: Descri
         weights="fp32",
         end_tokens=end_tokens(checkpoint),
         source=options.model,
-        source_digest=checkpoint.digest(),
+        source_digest="",
         parity=Parity(0, 0.0, "", 0.0),
         numerics=Numerics("near-tie", 0),
         draft_agreement=None,
@@ -207,20 +221,19 @@ def _manifest(options: BuildOptions, checkpoint: Checkpoint, description: Descri
     )
 
 
-def _with_check(manifest: Manifest, check: Check) -> Manifest:
-    return replace(manifest, parity=check.parity, numerics=check.numerics, draft_agreement=check.agreement)
-
-
-def _reusable(out: Path, wanted: Manifest) -> Manifest | None:
-    """The manifest at `out` if it was made from the same input; a damaged bundle is built again."""
+def _reusable(out: Path, wanted: Manifest, checkpoint: Checkpoint, claimed: Claimed) -> Manifest | None:
+    """The manifest at `out` if it was made from the same input, to the last byte; a damaged bundle is built again."""
     if not (out / bundles.MANIFEST_FILE).is_file():
         return None
     try:
         found = bundles.open_bundle(out).manifest
     except BundleError:
         return None
-    same = ("source_digest", "model", "limits", "weights", "backend", "versions", "end_tokens")
-    return found if all(getattr(found, name) == getattr(wanted, name) for name in same) else None
+    same = ("model", "limits", "weights", "backend", "versions", "end_tokens")
+    if any(getattr(found, name) != getattr(wanted, name) for name in same):
+        return None
+    digests = {need.key: tensor.digest() for need, tensor in claimed.values()}
+    return found if found.source_digest == checkpoint.digest(digests) else None
 
 
 def _weight_bytes(claimed: Claimed) -> int:

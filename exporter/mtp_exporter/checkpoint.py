@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,15 @@ from mtp_engines.errors import CheckpointError
 from mtp_exporter.safetensors_file import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Small files that a bundle takes over where a checkpoint has them."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +65,15 @@ class Checkpoint:
                     f"tensors, among them {name!r}. Fetch the file, or the whole checkpoint, again."
                 )
 
-    def digest(self) -> str:
-        """sha256 over configuration files, headers, sizes and samples of the data: changes with the weights."""
+    def digest(self, tensor_digests: Mapping[str, str]) -> str:
+        """sha256 over every small file that a bundle copies and over the digests of the tensors it uses."""
         state = hashlib.sha256()
-        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        for name in COPIED:
             path = self.directory / name
             state.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b"") + b"\0")
-        for tensor in sorted(self.tensors.values(), key=lambda t: t.name):
-            state.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.size)).encode())
-            state.update(tensor.sample())
+        for name, digest in sorted(tensor_digests.items()):
+            tensor = self.tensors[name]
+            state.update(repr((name, tensor.dtype, tensor.shape, digest)).encode())
         return state.hexdigest()
 
 
@@ -83,9 +93,11 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     index = directory / INDEX
-    found = sorted(path.name for path in directory.glob("*.safetensors"))
+    found = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
     if index.is_file():
         return _open_sharded(directory, config, generation_config, index, found)
+    if not found and (directory / "manifest.json").is_file():
+        raise CheckpointError(f"{directory} is a bundle, not a checkpoint; it is built already.")
     if not found:
         raise CheckpointError(f"{directory} holds no .safetensors file; fetch the checkpoint's weights.")
     if len(found) > 1:
@@ -114,6 +126,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text; fetch it again.") from error
+    except (ValueError, RecursionError) as error:  # Numbers of thousands of digits, nesting without end.
+        raise CheckpointError(f"{path} is no sensible JSON: {error}. Mend the file or fetch it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object; fetch it again.")
     return value
@@ -144,16 +158,17 @@ def _open_sharded(
                 f"{directory / file} lacks {len(absent)} of {len(expected)} tensors that {index} promises, first "
                 f"{absent[0]!r}. The index and the file belong to different downloads; fetch both again."
             )
-        # The index decides: a stale copy of a tensor in another shard does not count.
-        tensors |= {name: header[name] for name in expected}
-    total = content.get("metadata", {}).get("total_size")
+        # A stale copy of a tensor that the index puts elsewhere does not count; one it does not know at all does.
+        tensors |= {name: tensor for name, tensor in header.items() if weight_map.get(name, file) == file}
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Checkpoint(
         directory,
         config,
         generation,
         tensors,
         tuple(missing),
-        int(total) if isinstance(total, (int, float)) else None,
+        int(total) if isinstance(total, (int, float)) and math.isfinite(total) else None,
         tuple(name for name in found if name not in names),
         index,
     )

@@ -17,13 +17,15 @@ from mtp_exporter.inspect_text import as_text
 from mtp_exporter.resolve import resolve
 
 
-@click.group("mtp-export")
+@click.group("mtp-export", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="mtp-export")
 def group() -> None:
     """Split a checkpoint with a multi-token-prediction head into ONNX graphs and build a bundle."""
 
 
 @group.command("build")
-@click.option("--model", required=True, help="Directory, hub id, or short name such as Qwen3.5-9B.")
+@click.argument("checkpoint", required=False)
+@click.option("--model", help="Directory, hub id, or short name such as Qwen3.5-9B; the same as CHECKPOINT.")
 @click.option("--out", type=click.Path(path_type=Path), help="Bundle directory.  [default: bundles/<name>]")
 @click.option("--weights", default="fp32", show_default=True, help=f"Weight format; {BACKEND} has fp32.")
 @click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: up to 8192]")
@@ -31,7 +33,8 @@ def group() -> None:
 @click.option("--draft-tokens", default=DRAFT_TOKENS, show_default=True, help="Largest K that a request may ask for.")
 @click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
 def build_command(
-    model: str,
+    checkpoint: str | None,
+    model: str | None,
     out: Path | None,
     weights: str,
     max_model_len: int | None,
@@ -40,7 +43,10 @@ def build_command(
     no_mtp: bool,
 ) -> None:
     """Build a bundle: graphs, weights, tokenizer and manifest, checked before it appears."""
-    options = BuildOptions(model, out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp)
+    if (model is None) == (checkpoint is None):
+        raise click.UsageError("give the checkpoint once, with --model or alone.")
+    name = checkpoint if model is None else model
+    options = BuildOptions(str(name), out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp)
     with _Bars() as bars:
         built = build(options, Reporter(bars.phase, bars.advance, bars.note))
     print(_summary(built))
@@ -75,6 +81,9 @@ class _Bars:
     def phase(self, name: str, total: int, unit: str) -> None:
         """Close the bar of the last phase and open one for this."""
         self._close()
+        if not sys.stderr.isatty():
+            amount = f"{total / 1e9:.2f} GB" if unit == "B" else f"{total}{unit}"
+            print(f"{name}: {amount}", file=sys.stderr, flush=True)
         self._bar = tqdm(total=total, desc=name, unit=unit, unit_scale=unit == "B", disable=None)
 
     def advance(self, amount: int) -> None:

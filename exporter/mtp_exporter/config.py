@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from mtp_engines.errors import CheckpointError
@@ -66,6 +67,7 @@ class Config:
             )
 
     def _number(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < sys.float_info.max:
             raise CheckpointError(f"{self.path} has {name} = {value!r}, expected a positive number. Mend the file.")
         return float(value)

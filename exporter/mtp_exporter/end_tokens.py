@@ -33,9 +33,9 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[EndToken, ...]:
 def _tokenizer_end(directory: Path) -> int | None:
     """Id of the tokenizer's end-of-sequence string, if both files know it."""
     config, tokenizer = directory / "tokenizer_config.json", directory / "tokenizer.json"
-    if not config.is_file() or not tokenizer.is_file():
+    text = read_json(config).get("eos_token") if config.is_file() else None
+    if not tokenizer.is_file():
         return None
-    text = read_json(config).get("eos_token")
     text = text.get("content") if isinstance(text, dict) else text
     if not isinstance(text, str):
         return None

@@ -41,9 +41,9 @@ def inspect_checkpoint(directory: Path) -> dict[str, Any]:
         "end_tokens": [{"id": token.id, "sources": list(token.sources)} for token in end_tokens(checkpoint)],
         "mtp": _mtp(checkpoint, description),
         "model": _model(description.spec) if description else None,
-        "notes": list(description.notes) if description else [],
+        "notes": _notes(checkpoint, description),
         "ignored": {reason: len(keys) for reason, keys in description.ignored.items()} if description else {},
-        "memory": _memory(description.spec) if description else None,
+        "memory": _memory(description) if description else None,
     }
 
 
@@ -61,6 +61,13 @@ def _describe(checkpoint: Checkpoint, problems: list[str]) -> Description | None
         except CheckpointError:
             continue
     return None
+
+
+def _notes(checkpoint: Checkpoint, description: Description | None) -> list[str]:
+    notes = list(description.notes) if description else []
+    if not (checkpoint.directory / "tokenizer.json").is_file():
+        notes.append("no tokenizer.json: a bundle will take and give token ids, no text")
+    return notes
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -125,10 +132,13 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _memory(spec: ModelSpec) -> dict[str, Any]:
+def _memory(description: Description) -> dict[str, Any]:
     """Bytes in float32, as the CPU engine keeps them."""
+    spec = description.spec
     row = spec.factor_bytes_per_row
+    shapes = {need.key: need.shape for need in description.needs}
     return {
+        "weight_bytes": sum(prod(shape) * 4 for shape in shapes.values()),
         "kv_bytes_per_token": spec.kv_bytes_per_token,
         "state_bytes_per_sequence": spec.state_bytes_per_sequence,
         "replay_factor_bytes_by_draft_tokens": {str(k): (k + 1) * row if k else 0 for k in range(MAX_DRAFT_TOKENS + 1)},

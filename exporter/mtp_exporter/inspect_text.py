@@ -74,6 +74,7 @@ def _memory(memory: dict[str, Any] | None) -> list[str]:
     factors = memory["replay_factor_bytes_by_draft_tokens"]
     by_k = ", ".join(f"K={k}: {factors[k]:,}" for k in _SHOWN_K)
     return [
+        f"weights        {memory['weight_bytes'] / 1e9:.2f} GB in fp32, on disk and in memory",
         f"KV cache       {memory['kv_bytes_per_token']:,} bytes a token",
         f"state          {memory['state_bytes_per_sequence']:,} bytes a sequence",
         f"replay factors {by_k} bytes a sequence",

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import INDEX, read_json
@@ -24,6 +24,8 @@ def resolve(model: str) -> Path:
     Raises:
         CheckpointError: there is no such directory, and no such model on the hub or no way to reach it.
     """
+    if not model.strip():
+        raise CheckpointError("the model's name is empty; give a directory, a hub id or a short name.")
     local = Path(model).expanduser()
     if local.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         return local
@@ -33,7 +35,12 @@ def resolve(model: str) -> Path:
             f"{model!r} is no directory here and no short name that this tool knows (such as Qwen3.5-9B). Give a "
             "directory, or a hub id of the form owner/name."
         )
-    cached = _cached(repository)
+    try:
+        cached = _cached(repository)
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"{model!r} is no directory here and no hub id of the form owner/name. Check the name."
+        ) from error
     if cached is not None and _is_complete(cached):
         return cached
     try:
@@ -46,7 +53,8 @@ def resolve(model: str) -> Path:
         raise CheckpointError(
             f"{model!r} is no directory here, {repository!r} is not complete in the hub cache "
             f"({constants.HF_HUB_CACHE}), and "
-            f"the hub could not be reached ({type(error).__name__}). Download the checkpoint and give its directory."
+            f"the hub could not be asked for it. Check the name and the network, or download the checkpoint and "
+            "give its directory."
         ) from error
 
 

@@ -6,6 +6,7 @@ build streams raw bytes, so the header (eight bytes of length, then JSON) is rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -47,12 +48,15 @@ class TensorInfo:
         Raises:
             CheckpointError: the dtype is not a plain float, or the file got shorter since its header was read.
         """
-        dtype = FLOAT_TYPES.get(self.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                f"Tensor {self.name!r} in {self.file} has dtype {self.dtype}, expected one of "
-                f"{', '.join(FLOAT_TYPES)}. Use the unquantised checkpoint."
-            )
+        for raw in self.raw_blocks():
+            yield self.floats(raw)
+
+    def raw_blocks(self) -> Iterator[bytes]:
+        """The bytes of the tensor in blocks of at most 32 MiB.
+
+        Raises:
+            CheckpointError: the file got shorter since its header was read.
+        """
         with self.file.open("rb") as stream:
             stream.seek(self.offset)
             left = self.size
@@ -61,7 +65,28 @@ class TensorInfo:
                 if not raw:
                     raise CheckpointError(f"{self.file} ended inside tensor {self.name!r}; fetch the file again.")
                 left -= len(raw)
-                yield np.frombuffer(raw, dtype).astype(np.float32)
+                yield raw
+
+    def floats(self, raw: bytes) -> npt.NDArray[np.float32]:
+        """One raw block as float32.
+
+        Raises:
+            CheckpointError: the dtype is not a plain float.
+        """
+        dtype = FLOAT_TYPES.get(self.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"Tensor {self.name!r} in {self.file} has dtype {self.dtype}, expected one of "
+                f"{', '.join(FLOAT_TYPES)}. Use the unquantised checkpoint."
+            )
+        return np.frombuffer(raw, dtype).astype(np.float32)
+
+    def digest(self) -> str:
+        """sha256 of all bytes of the tensor."""
+        state = hashlib.sha256()
+        for raw in self.raw_blocks():
+            state.update(raw)
+        return state.hexdigest()
 
     def read(self) -> npt.NDArray[np.float32]:
         """The whole tensor as float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -33,6 +34,8 @@ class WeightWriter:
         self._path, self._progress = path, progress
         self._stream = path.open("wb")
         self._written: dict[tuple[str, str], ir.ExternalTensor] = {}
+        self.digests: dict[str, str] = {}
+        """Checkpoint key -> sha256 of its bytes, for every tensor written so far."""
 
     def __enter__(self) -> WeightWriter:
         return self
@@ -52,9 +55,12 @@ class WeightWriter:
         if key not in self._written:
             size = prod(need.shape) * 4
             offset = self._align(_PAGE if size >= _SMALL else _LINE)
-            for block in tensor.blocks():
-                self._stream.write(np.ascontiguousarray(self._converted(block, need, tensor)).data)
-                self._progress(block.size * tensor.size // max(prod(need.shape), 1))
+            digest = hashlib.sha256()
+            for raw in tensor.raw_blocks():
+                digest.update(raw)
+                self._stream.write(np.ascontiguousarray(self._converted(tensor.floats(raw), need, tensor)).data)
+                self._progress(len(raw))
+            self.digests[need.key] = digest.hexdigest()
             self._written[key] = ir.ExternalTensor(
                 self._path.name,
                 offset,

@@ -53,6 +53,8 @@ class Model:
             RequestError: at once, if the bundle cannot serve the request.
             NumericsError: while iterating, if the model produces a value that is not a number.
         """
+        if request is not None and not isinstance(request, Request):
+            raise RequestError(f"generate takes a Request, or options by name such as prompt=…; found {request!r}.")
         if request is None:
             if options.get("prompt_ids") is not None:
                 options["prompt_ids"] = ids_from(options["prompt_ids"])

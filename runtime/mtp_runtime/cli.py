@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -19,10 +20,13 @@ from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), required=False)
-threads_option = click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads; 0 chooses.")
+threads_option = click.option(
+    "--threads", type=click.IntRange(0, 4 * (os.cpu_count() or 1)), default=0, help="Threads; 0 chooses."
+)
 
 
-@click.group("mtp-run")
+@click.group("mtp-run", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="mtp-export")
 def group() -> None:
     """Generate from a bundle with exact speculative decoding. Without BUNDLE, the only one in bundles/ is taken."""
 
@@ -62,11 +66,13 @@ def generate(
     }
     requests = list(_requests(prompt, prompt_ids, prompts, defaults))
     model = load(find_bundle(bundle), threads, requests)
-    for request in requests:
+    for number, request in enumerate(requests, 1):
         if as_json:
             print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)
-        else:
-            _stream(model, request)
+            continue
+        if len(requests) > 1:
+            print(f"--- {number if request.id is None else request.id}")
+        _stream(model, request)
 
 
 def find_bundle(given: Path | None) -> Path:
@@ -121,9 +127,11 @@ def requests_from_file(path: Path, defaults: dict[str, Any]) -> list[Request]:
         RequestError: the file cannot be read, is empty, or a line is no request; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read as UTF-8 text: {error}. Give a file of JSON lines.") from error
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}. Give a file of JSON lines.") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text. Give a file of JSON lines.") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise RequestError(f"{path} has no prompts; write one JSON object a line.")
@@ -131,9 +139,10 @@ def requests_from_file(path: Path, defaults: dict[str, Any]) -> list[Request]:
 
 
 def _parse_ids(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not text.strip():
+        return []
     try:
-        return [int(part) for part in parts]
+        return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise click.UsageError(f"--prompt-ids takes whole numbers with commas, found {text!r}.") from error
 

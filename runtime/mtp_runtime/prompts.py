@@ -65,10 +65,16 @@ class Prompts:
                 "bundle from "
                 "a checkpoint with a tokenizer."
             )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError("the prompt is not valid UTF-8 text; give it in UTF-8, or give prompt_ids.") from error
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
+        if not messages:
+            raise RequestError("messages is empty; give at least one message.")
         for message in messages:
             content = message.get("content")
             if not isinstance(message.get("role"), str) or not isinstance(content, str):

@@ -157,10 +157,11 @@ def check(request: Request, prompt: list[int], manifest: Manifest) -> Prepared:
         )
     room = limits.max_model_len - len(prompt)
     if room < 1:
+        longer = limits.max_model_len < manifest.model.max_position
+        remedy = ", or build the bundle with a larger --max-model-len" if longer else ""
         raise RequestError(
-            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have "
-            f"{limits.max_model_len}. Shorten "
-            "the prompt, or build the bundle with a larger --max-model-len."
+            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
+            f"Shorten the prompt{remedy}."
         )
     return Prepared(prompt, _draft_tokens(request, manifest), min(room, request.max_new_tokens))
 

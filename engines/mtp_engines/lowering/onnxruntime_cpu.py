@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from mtp_engines.contracts.model import AttentionSpec, ModelSpec
+from mtp_engines.errors import BuildError
 from mtp_engines.lowering import rules
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
@@ -33,6 +35,23 @@ def lower(model: ir.Model) -> ir.Model:
     graph.opset_imports.update({"": OPSET, CONTRIB: 1})
     model.functions.clear()
     return model
+
+
+def refuse_unsupported(spec: ModelSpec) -> None:
+    """Refuse sizes that a kernel of this backend does not take.
+
+    Raises:
+        BuildError: names the size, its value and what the kernel needs.
+    """
+    mixers = [mixer for _, mixer in spec.attention_layers()]
+    if spec.mtp is not None and isinstance(spec.mtp.layer.mixer, AttentionSpec):
+        mixers.append(spec.mtp.layer.mixer)
+    for mixer in mixers:
+        if mixer.head_dim % 8:
+            raise BuildError(
+                f"The model has attention heads of width {mixer.head_dim}; GroupQueryAttention of ONNX Runtime takes "
+                "multiples of 8. This model cannot be built for a CPU."
+            )
 
 
 def _transposed_weight(node: ir.Node) -> ir.Value | None:

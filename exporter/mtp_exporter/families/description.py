@@ -37,6 +37,8 @@ class Description:
     """What the configuration says about the head; None if it says nothing."""
     mtp_keys: tuple[str, ...]
     """Every tensor that a complete head of this family has."""
+    duplicates: tuple[tuple[str, str], ...] = ()
+    """Pairs of tensors that the configuration says are one matrix; the first of each is left out."""
     notes: tuple[str, ...] = ()
     """Sentences that a user should see: what was assumed because nothing said otherwise."""
 
@@ -68,6 +70,21 @@ def claim(checkpoint: Checkpoint, description: Description) -> dict[str, tuple[N
     return {need.role: (need, found[need.key]) for need in description.needs}
 
 
+def check_duplicates(checkpoint: Checkpoint, description: Description) -> None:
+    """Read both tensors of every declared pair and refuse if they differ anywhere.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    for left_out, kept in description.duplicates:
+        if checkpoint.tensors[left_out].digest() != checkpoint.tensors[kept].digest():
+            raise CheckpointError(
+                f"{checkpoint.directory / 'config.json'} sets tie_word_embeddings, but {left_out!r} differs from "
+                f"{kept!r}. "
+                "Remove the flag to use the head as it is, or the tensor to use the embedding."
+            )
+
+
 def refuse_packed(checkpoint: Checkpoint, left_out: tuple[str, ...]) -> None:
     """Refuse a quantised checkpoint, by what its tensors are and not by what its configuration says.
 
@@ -94,6 +111,11 @@ def require_head(checkpoint: Checkpoint, declared: int | None, keys: Iterable[st
     Raises:
         CheckpointError: declared and missing, declared absent and present, or incomplete.
     """
+    if declared is not None and (isinstance(declared, bool) or not isinstance(declared, int)):
+        raise CheckpointError(
+            f"{checkpoint.directory / 'config.json'} has {field} = {declared!r}, expected a whole number. Mend "
+            "the file."
+        )
     wanted = list(keys)
     for key in wanted:
         checkpoint.require(key)

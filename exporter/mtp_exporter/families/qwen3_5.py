@@ -47,8 +47,12 @@ def describe(checkpoint: Checkpoint, with_mtp: bool) -> Description:
     )
     needs = [*_backbone_needs(spec, prefix), *(head_needs if has_head else [])]
     assumed = f"config.json names no rope_theta; the family's {_ROPE_THETA:.0f} is used"
+    embedding = f"{prefix}embed_tokens.weight"
+    twice = (("lm_head.weight", embedding),) if tied and "lm_head.weight" in checkpoint.tensors else ()
     notes = () if config.rope("rope_theta") else (assumed,)
-    return Description(spec, tuple(needs), _ignored(checkpoint, needs, with_mtp, tied), declared, mtp_keys, notes)
+    return Description(
+        spec, tuple(needs), _ignored(checkpoint, needs, with_mtp, tied), declared, mtp_keys, twice, notes
+    )
 
 
 def _refuse_variants(config: Config) -> None:
@@ -153,18 +157,8 @@ def _is_tied(checkpoint: Checkpoint, config: Config, prefix: str) -> bool:
                 "tie_word_embeddings. Set it if embedding and head are one matrix, or restore the tensor."
             )
         return True
-    checkpoint.require("lm_head.weight")
-    embedding = checkpoint.tensors.get(f"{prefix}embed_tokens.weight")
-    head = checkpoint.tensors["lm_head.weight"]
-    if not flagged or embedding is None:
-        return False
-    # Samples, so that `inspect` stays quick; a head that was trained apart differs everywhere.
-    if head.shape != embedding.shape or head.sample() != embedding.sample():
-        raise CheckpointError(
-            f"{config.path} sets tie_word_embeddings, but 'lm_head.weight' differs from {embedding.name!r}. Remove the "
-            "flag to use the head as it is, or the tensor to use the embedding."
-        )
-    return True
+    # With the flag set, the two must be one matrix: a build reads both and refuses if they differ.
+    return flagged
 
 
 def _norm(role: str, key: str, width: int) -> Need:

@@ -12,6 +12,10 @@ from mtp_runtime.cli import bundle_argument, find_bundle, requests_from_file, th
 from mtp_runtime.request import Request
 from mtp_runtime.stats import Stats, merge
 
+_HEADER = (
+    "| answer | K | drafted | accepted | acceptance | by position | emitted a cycle |\n|---|---|---|---|---|---|---|"
+)
+
 
 @click.command()
 @bundle_argument
@@ -26,13 +30,16 @@ def acceptance(bundle: Path | None, prompts: Path, burst: int, run: int, draft_t
         widths = [int(part) for part in draft_tokens.split(",")]
     except ValueError as error:
         raise click.UsageError(f"--draft-tokens takes whole numbers with commas, found {draft_tokens!r}.") from error
+    if min(widths) < 1:
+        raise click.UsageError(f"--draft-tokens is {draft_tokens}; acceptance is measured for values of at least 1.")
     requests = requests_from_file(prompts, {"ignore_eos": True})
-    model = load(find_bundle(bundle), threads)
-    print("| answer | K | drafted | accepted | acceptance | by position | emitted a cycle |")
-    print("|---|---|---|---|---|---|---|")
+    model = load(find_bundle(bundle), threads, requests)
+    header = _HEADER
     for length in (burst, run):
         for width in widths:
-            print(_row(length, width, measure(model, requests, length, width)), flush=True)
+            row = _row(length, width, measure(model, requests, length, width))
+            print(f"{header}\n{row}" if header else row, flush=True)
+            header = ""
 
 
 def measure(model: Model, requests: Sequence[Request], new_tokens: int, draft_tokens: int) -> Stats:
@@ -46,7 +53,7 @@ def _row(length: int, width: int, stats: Stats) -> str:
     values = stats.as_dict()
     positions = " / ".join(f"{rate:.2f}" for rate in values["acceptance_by_position"])
     return (
-        f"| {length} tokens | {width} | {stats.drafted} | {stats.accepted} | {values['acceptance_rate']:.3f} | "
+        f"| up to {length} tokens | {width} | {stats.drafted} | {stats.accepted} | {values['acceptance_rate']:.3f} | "
         f"{positions} "
         f"| {values['emitted_per_cycle']:.2f} |"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from mtp_engines.bundle import open_bundle
+from mtp_engines.errors import RequestError
 from mtp_runtime.api import load
 from mtp_runtime.cli import bundle_argument, find_bundle, threads_option
 from mtp_tools.verify.checks import Line, checks
@@ -27,6 +28,11 @@ def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, 
     directory = find_bundle(bundle)
     open_bundle(directory, thorough=True)
     model = load(directory, threads)
+    least = model.manifest.limits.max_draft_tokens + 2
+    if new_tokens < least:
+        raise RequestError(
+            f"--new-tokens is {new_tokens}; to accept all of {least - 2} drafts once takes at least {least}. Raise it."
+        )
     total, failed = 0, []
     for line in checks(model, new_tokens, long_tokens):
         total += 1
