@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ WEIGHTS = f"{GRAPHS}/weights.data"
 _SUFFIX = ".partial"
 _SMALL = 64 << 20
 _BLOCK = 1 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Arguments of Linux's renameat2."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,10 @@ def staging(out: Path) -> Iterator[Path]:
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for stale in out.parent.glob(f".{out.name}.*{_SUFFIX}"):
-            if not _is_running(stale):
-                shutil.rmtree(stale, ignore_errors=True)
+        _clean_up(out)
         directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", suffix=_SUFFIX, dir=out.parent))
-    except OSError as error:
-        raise BuildError(f"{out.parent} cannot be written ({error.strerror}). Choose another --out.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path.
+        raise BuildError(f"{out.parent} cannot be written: {error}. Choose another --out.") from error
     try:
         yield directory
     finally:
@@ -87,13 +89,26 @@ def publish(
     for path in (*directory.rglob("*"), directory):
         _sync(path)
     if out.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", suffix=_SUFFIX, dir=out.parent))
-        out.rename(old / "replaced")
-        directory.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
+        _exchange(directory, out)
+        # What was staged stands at `out` now; what stood there is removed with the staging directory.
     else:
         directory.rename(out)
     return complete
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Let two directories change places, in one step where the file system can, so that a kill leaves a bundle at `b`."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return
+    aside = a.with_name(a.name.removesuffix(_SUFFIX) + f"old{_SUFFIX}")
+    b.rename(aside)
+    try:
+        a.rename(b)
+    except OSError:
+        aside.rename(b)
+        raise
+    aside.rename(a)
 
 
 def refuse_foreign(out: Path) -> None:
@@ -221,7 +236,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _is_running(stale: Path) -> bool:
-    """Whether the build that owns a partial directory is still alive."""
-    owner = stale.name[: -len(_SUFFIX)].split(".")[-2]
-    return owner.isdigit() and Path(f"/proc/{owner}").exists()
+def _clean_up(out: Path) -> None:
+    """Remove what dead builds of the same bundle left; nothing that another name or a person made."""
+    ours = re.compile(re.escape(f".{out.name}.") + r"(\d+)\.\w+" + re.escape(_SUFFIX))
+    for path in out.parent.iterdir():
+        found = ours.fullmatch(path.name)
+        if found and not Path(f"/proc/{found.group(1)}").exists():
+            shutil.rmtree(path, ignore_errors=True)

@@ -23,8 +23,7 @@ class Prompts:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.tokenizer = _load_tokenizer(directory)
-        config = directory / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        self._config = _load_config(directory / "tokenizer_config.json")
 
     def prepare(self, request: Request, manifest: Manifest) -> Prepared:
         """Encode a request and check it against the bundle; needs no engine.
@@ -93,9 +92,12 @@ class Prompts:
                     eos_token=self._special("eos_token"),
                 )
             )
-        except TemplateError as error:
+        except RequestError:
+            raise
+        except Exception as error:  # A template is a program of somebody else's and may fail in any way.
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise RequestError(
-                f"the chat template refused the messages: {error}. Check roles and their order."
+                f"the chat template refused the messages: {reason}. Check roles and their order."
             ) from error
 
     def _template(self) -> str:
@@ -114,6 +116,18 @@ class Prompts:
         value = self._config.get(name)
         content = value.get("content") if isinstance(value, dict) else value
         return content if isinstance(content, str) else None
+
+
+def _load_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{file} is not valid JSON: {error}. Mend it in the checkpoint and build again.") from error
+    if not isinstance(config, dict):
+        raise BundleError(f"{file} holds no JSON object. Mend it in the checkpoint and build again.")
+    return config
 
 
 def _load_tokenizer(directory: Path) -> Tokenizer | None:

@@ -126,7 +126,7 @@ def test_the_command_refuses_in_one_line_and_leaves_no_bundle(sharded: Path, tmp
     out = tmp_path / "out"
     command_refused(run_command("mtp-export", "build", "--model", checkpoint, "--out", out), SECOND, "Fetch")
     assert leftovers(out) == []
-    command_refused(run_command("mtp-run", "generate", out, "--prompt-ids", "5"), "is no bundle")
+    command_refused(run_command("mtp-run", "generate", out, "--prompt-ids", "5"), "does not exist")
 
 
 # ------------------------------------------------------------------------- LD-04: stray files
@@ -518,7 +518,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.Monkey
     asked: list[tuple[str, bool]] = []
     monkeypatch.setattr("mtp_exporter.resolve.snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    build_refused(Path("owner/no-such-model"), tmp_path / "out", "'owner/no-such-model'", "ConnectionError", "Download")
-    build_refused(Path("Qwen3.5-9B"), tmp_path / "out", "'Qwen/Qwen3.5-9B'", "could not be reached")
+    build_refused(Path("owner/no-such-model"), tmp_path / "out", "'owner/no-such-model'", "network", "download")
+    build_refused(Path("Qwen3.5-9B"), tmp_path / "out", "'Qwen/Qwen3.5-9B'", "could not be asked")
     places = ("owner/no-such-model", "Qwen/Qwen3.5-9B")
     assert asked == [(name, cached) for name in places for cached in (True, False)]

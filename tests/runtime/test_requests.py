@@ -341,8 +341,9 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, content: str, parts:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """P1: missing, a directory, not UTF-8."""
     (tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
-    for name in ("missing", "", "latin"):
-        with refused(str(tmp_path / name), "UTF-8", error=RequestError):
+    reasons = {"missing": "No such file", "": "Is a directory", "latin": "not UTF-8 text"}
+    for name, reason in reasons.items():
+        with refused(str(tmp_path / name), reason, error=RequestError):
             requests_from_file(tmp_path / name, {})
 
 

@@ -54,6 +54,15 @@ class ChangesAToken(Faulty):
         return Verified(verified.ids ^ (np.arange(logit_rows) == 2), verified.hidden)
 
 
+class NudgesHidden(Faulty):
+    """Hidden rows of wide calls are off by the last bit."""
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        verified = self.inner.verify(tokens, logit_rows)
+        wide = tokens.shape[1] > 1 and self.lengths[0] >= len(PROMPT)
+        return Verified(verified.ids, np.nextafter(verified.hidden, np.float32(9)) if wide else verified.hidden)
+
+
 class CommitsOneTooFew(Faulty):
     """A fully accepted block loses its last row in the state, though not in the length."""
 
@@ -99,6 +108,44 @@ def test_the_checks_hold_and_reach_every_accepted_count(model: Model) -> None:
     assert any(line.text == "every accepted count from 0 to 3 was reached" for line in lines)
     assert any("control" in line.text for line in lines)
     assert len(lines) > 30
+
+
+def test_a_row_that_differs_in_the_last_layer_alone_is_noticed(model: Model) -> None:
+    """No token and no state shows it: the rows that leave the last layer are compared themselves."""
+    outcome = forced(model, 3, NudgesHidden)
+    assert (outcome.first_token, outcome.first_state) == (None, None)
+    assert outcome.first_hidden is not None
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["linear_attention"] * 2])
+def test_models_of_one_kind_of_layer_are_verified_too(tmp_path: Path, kinds: list[str]) -> None:
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", seed=4, layer_types=kinds, num_hidden_layers=2)
+    model = load_model(build_bundle(checkpoint, tmp_path / "bundle", draft_tokens=2))
+    assert [line.text for line in checks(model, 8, 12) if not line.holds] == []
+
+
+def test_the_command_returns_one_when_a_check_fails_and_reads_every_byte(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtp_tools.verify import cli
+
+    thorough: list[bool] = []
+    monkeypatch.setattr(cli, "open_bundle", lambda directory, thorough: thorough_.append(thorough))
+    thorough_ = thorough
+    callback = cli.verify.callback
+    assert callback is not None
+    arguments = {"bundle": bundle, "new_tokens": 8, "long_tokens": 8, "quiet": True, "threads": 1}
+    monkeypatch.setattr(cli, "checks", lambda *_: [checks_module.Line("fine", True)])
+    assert callback(**arguments) == 0
+    monkeypatch.setattr(cli, "checks", lambda *_: [checks_module.Line("broken", False)])
+    assert callback(**arguments) == 1
+    assert "NOT lossless" in capsys.readouterr().out
+    assert thorough == [True, True]
+
+
+def test_a_count_that_was_never_reached_fails(model: Model) -> None:
+    assert not checks_module._coverage({0, 1, 3}, 3).holds
+    assert checks_module._coverage({0, 1, 2, 3}, 3).holds
 
 
 def test_control_the_control_itself_fails_when_the_comparison_is_blind(

@@ -10,7 +10,7 @@ import numpy as np
 
 from mtp_runtime.api import Model
 from mtp_tools.verify.forced import ForcedDrafter, Pattern
-from mtp_tools.verify.runs import CommitsEverything, Outcome, Plain, run_against, run_plain, top_two
+from mtp_tools.verify.runs import CommitsEverything, KeepsOneRowTooMany, Outcome, Plain, run_against, run_plain, top_two
 
 _TEXTS = (
     "The function returns a list of",
@@ -101,7 +101,8 @@ def _control(model: Model, prompt: list[int], new_tokens: int, most: int) -> Lin
     """With rejected rows left in the state, the comparison must fail; otherwise it proves nothing."""
     plain = run_plain(model, prompt, new_tokens)
     drafter = ForcedDrafter(len(prompt), plain.ids, model.manifest.model.vocab_size, lambda cycle, k: 0)
-    outcome = run_against(model, plain, most, drafter, CommitsEverything)
+    fault = CommitsEverything if any(model.engine.spec.delta_layers()) else KeepsOneRowTooMany
+    outcome = run_against(model, plain, most, drafter, fault)
     return Line("control: rejected rows left in the state are noticed", not outcome.holds)
 
 
@@ -127,4 +128,6 @@ def _line(model: Model, plain: Plain, outcome: Outcome, text: str) -> Line:
     if outcome.first_state is not None:
         length, name = outcome.first_state
         text += f"; state {name} differs at {length} committed tokens"
+    if outcome.first_hidden is not None:
+        text += f"; the hidden state of position {outcome.first_hidden} differs"
     return Line(text, outcome.holds)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_engines.engine import Ids, Sequences, Verified
+from mtp_engines.engine import Floats, Ids, Sequences, Verified
 from mtp_runtime.api import Model
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter
@@ -16,44 +16,65 @@ from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.policy import FixedPolicy
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
-from mtp_tools.verify.digests import Digests, first_difference, state_digests
+from mtp_tools.verify.digests import Digests, digest, first_difference, state_digests
 
 Wrap = Callable[[Sequences], Sequences]
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Plain decoding of a prompt: its tokens, and the state's digests at every committed length."""
+    """Plain decoding of a prompt: its tokens, the state's digests at every committed length, every hidden row's digest."""
 
     prompt: list[int]
     ids: tuple[int, ...]
     states: dict[int, Digests]
+    hidden: list[bytes]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run against plain decoding; both differences are None if it is lossless."""
+    """A run against plain decoding; all differences are None if it is lossless."""
 
     stats: Stats
     first_token: int | None
     """Index of the first emitted token that differs."""
     first_state: tuple[int, str] | None
     """Committed length and name of the first state that differs."""
+    first_hidden: int | None
+    """Position of the first committed row whose hidden state differs."""
 
     @property
     def holds(self) -> bool:
-        return self.first_token is None and self.first_state is None
+        return self.first_token is None and self.first_state is None and self.first_hidden is None
+
+
+class HiddenRecorder:
+    """A drafter that remembers the digest of every committed hidden row it is shown, and passes all on."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self.digests: list[bytes] = []
+
+    def observe(self, tokens: Ids, hidden: Floats) -> None:
+        """Record each row."""
+        self.digests += [digest(row) for row in hidden]
+        self._inner.observe(tokens, hidden)
+
+    def propose(self, draft_tokens: int) -> list[int]:
+        """Whatever the drafter proposes."""
+        return self._inner.propose(draft_tokens)
 
 
 def run_plain(model: Model, prompt: list[int], new_tokens: int, *, with_states: bool = True) -> Plain:
     """Decode without drafts and remember every state."""
     sequences = model.engine.sequences()
     states: dict[int, Digests] = {}
-    for event in model.run(prompt, sequences, NoDrafter(), FixedPolicy(0), _ending(new_tokens)):
+    recorder = HiddenRecorder(NoDrafter())
+    for event in model.run(prompt, sequences, recorder, FixedPolicy(0), _ending(new_tokens)):
         if isinstance(event, Emitted) and with_states:
             states[int(sequences.lengths[0])] = state_digests(sequences)
         elif isinstance(event, Finished):
-            return Plain(prompt, event.token_ids, states)
+            return Plain(prompt, event.token_ids, states, recorder.digests)
     raise AssertionError("a generation ends with Finished")
 
 
@@ -68,16 +89,36 @@ def run_against(
     """
     inner = model.engine.sequences()
     sequences = wrap(inner) if wrap else inner
-    chosen = drafter or model.drafter(sequences)
+    recorder = HiddenRecorder(drafter or model.drafter(sequences))
     first_state: tuple[int, str] | None = None
-    for event in model.run(plain.prompt, sequences, chosen, FixedPolicy(draft_tokens), _ending(len(plain.ids))):
+    for event in model.run(plain.prompt, sequences, recorder, FixedPolicy(draft_tokens), _ending(len(plain.ids))):
         length = int(inner.lengths[0])
         if isinstance(event, Finished):
-            return Outcome(event.stats, _first_token(event.token_ids, plain.ids), first_state)
+            first_token = _first(event.token_ids, plain.ids)
+            return Outcome(event.stats, first_token, first_state, _first(recorder.digests, plain.hidden))
         if first_state is None and event.token_ids and plain.states:
             name = first_difference(state_digests(inner), plain.states.get(length, {"length": b""}))
             first_state = (length, name) if name else None
     raise AssertionError("a generation ends with Finished")
+
+
+class KeepsOneRowTooMany:
+    """A deliberate fault for models without a recurrent state: a rejected row stays in the caches, length included."""
+
+    def __init__(self, inner: Sequences) -> None:
+        self._inner = inner
+        self._rows = 0
+        self.lengths = inner.lengths
+        self.draft, self.logits, self.snapshot, self.reset = inner.draft, inner.logits, inner.snapshot, inner.reset
+
+    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+        """Remember how many rows were staged."""
+        self._rows = tokens.shape[1]
+        return self._inner.verify(tokens, logit_rows)
+
+    def commit(self, rows: Ids) -> None:
+        """Keep one more than was accepted, where there is one."""
+        self._inner.commit(np.minimum(rows + 1, self._rows))
 
 
 class CommitsEverything:
@@ -121,7 +162,8 @@ def _ending(limit: int) -> Ending:
     return Ending(limit, (), TextStream(None, ()))
 
 
-def _first_token(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
+def _first(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+    """Index of the first difference, a missing end included."""
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return index

@@ -38,10 +38,12 @@ class CpuSequences:
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
         """Run the target over rows after the committed ones and stage the result."""
         with self._exclusive():
+            self._staged = None
             self._check_tokens(tokens)
             rows = tokens.shape[1]
+            if not 0 <= logit_rows <= rows:
+                raise ContractError(f"verify got logit_rows = {logit_rows}, expected 0..{rows}.")
             step = self._step(rows)
-            self._staged = None
             np.copyto(step.tokens, tokens)
             step.positions[:] = self.lengths[:, None] + np.arange(rows)
             step.past_length[:] = self.lengths
@@ -63,8 +65,8 @@ class CpuSequences:
             step = self._staged
             if step is None:
                 raise ContractError("commit was called with nothing staged; call verify first.")
-            kept = np.asarray(rows, np.int64)
-            if kept.shape != (self._batch,) or kept.min() < 0 or kept.max() > step.rows:
+            kept = np.asarray(rows)
+            if kept.dtype.kind not in "iu" or kept.shape != (self._batch,) or kept.min() < 0 or kept.max() > step.rows:
                 raise ContractError(
                     f"commit got rows {kept.tolist()}, expected {self._batch} counts of 0..{step.rows}."
                 )
@@ -81,7 +83,7 @@ class CpuSequences:
         if self._mtp is None:
             raise ContractError("This bundle has no MTP head to draft with; build it without --no-mtp.")
         with self._exclusive():
-            self._check_draft(tokens, hidden, rows)
+            self._check_draft(tokens, hidden, rows, draft_tokens)
             return self._mtp.draft(tokens, hidden, rows, draft_tokens)
 
     def logits(self, hidden: Floats) -> Floats:
@@ -107,21 +109,25 @@ class CpuSequences:
         return self._steps[rows]
 
     def _check_tokens(self, tokens: Ids) -> None:
-        vocab_size, limits = self._spec.vocab_size, self._limits
+        limits = self._limits
         if tokens.dtype != np.int64 or tokens.ndim != 2 or tokens.shape[0] != self._batch or tokens.shape[1] < 1:
             raise ContractError(
                 f"verify got {tokens.dtype}{list(tokens.shape)}, expected int64[{self._batch}, rows] with rows >= 1."
             )
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise ContractError(f"Token id {bad} is outside the vocabulary 0..{vocab_size - 1} of this model.")
+        self._check_vocabulary(tokens)
         if self.lengths.max() + tokens.shape[1] > limits.capacity - 1:
             raise ContractError(
                 f"{tokens.shape[1]} rows after {self.lengths.max()} committed ones leave the context of "
                 f"{limits.max_model_len} tokens. Build the bundle with a larger --max-model-len."
             )
 
-    def _check_draft(self, tokens: Ids, hidden: Floats, rows: Ids) -> None:
+    def _check_vocabulary(self, tokens: Ids) -> None:
+        last = self._spec.vocab_size - 1
+        if tokens.min() < 0 or tokens.max() > last:
+            bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise ContractError(f"Token id {bad} is outside the vocabulary 0..{last} of this model.")
+
+    def _check_draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> None:
         width = tokens.shape[-1]
         expected = ((self._batch, width), (self._batch, width, self._spec.hidden_size), (self._batch,))
         found = (tokens.shape, hidden.shape, rows.shape)
@@ -129,6 +135,11 @@ class CpuSequences:
             raise ContractError(
                 f"draft got tokens{list(found[0])}, hidden{list(found[1])}, rows {rows.tolist()}; expected "
                 f"tokens{list(expected[0])}, hidden{list(expected[1])} and {self._batch} counts of 0..{width}."
+            )
+        self._check_vocabulary(tokens)
+        if not 0 <= draft_tokens <= self._limits.max_draft_tokens:
+            raise ContractError(
+                f"draft got draft_tokens = {draft_tokens}, expected 0..{self._limits.max_draft_tokens}."
             )
 
     @contextmanager
