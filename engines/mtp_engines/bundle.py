@@ -97,7 +97,7 @@ def publish(
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Let two directories change places, in one step where the file system can, so that a kill leaves a bundle at `b`."""
+    """Let two directories change places; in one step where the file system can, so that a kill leaves one at `b`."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
         return

@@ -134,6 +134,76 @@ def test_a_build_does_not_write_over_something_else(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
+def test_building_again_does_not_remove_files_that_are_not_the_bundles(good: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(good, copy)
+    refuse_foreign(copy)
+    (copy / "notes.txt").write_text("mine")
+    with pytest.raises(BuildError, match=r"also holds notes\.txt"):
+        refuse_foreign(copy)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_two_directories_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+
+        class NoExchange:
+            @staticmethod
+            def renameat2(*arguments: object) -> int:
+                return -1
+
+        monkeypatch.setattr(bundle_module.ctypes, "CDLL", lambda *_, **__: NoExchange)
+    a, b = tmp_path / ".b.1.x.partial", tmp_path / "b"
+    for directory in (a, b):
+        directory.mkdir()
+        (directory / directory.name).write_text("")
+    bundle_module._exchange(a, b)
+    assert [path.name for path in b.iterdir()] == [a.name]
+    assert [path.name for path in a.iterdir()] == ["b"]
+    assert sorted(tmp_path.iterdir()) == [a, b]
+
+
+def test_what_is_no_bundle_is_told_apart(tmp_path: Path, good: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    cases = {"missing": "does not exist", "file": "is a file", "checkpoint": "but a checkpoint"}
+    for name, expected in cases.items():
+        with pytest.raises(BundleError, match=expected):
+            open_bundle(tmp_path / name)
+    (tmp_path / "several").mkdir()
+    (tmp_path / "several" / "one").symlink_to(good)
+    with pytest.raises(BundleError, match="holds 1: one"):
+        open_bundle(tmp_path / "several")
+
+
+def test_a_link_to_a_bundle_stays_a_link(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
+    build_bundle(good.parent / "checkpoint", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert ids_of(tmp_path / "link", [5], 2) == [6, 7]
+    build_bundle(good.parent / "checkpoint", tmp_path / "link", draft_tokens=2)
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_one_changed_byte_anywhere_is_another_checkpoint(tmp_path: Path) -> None:
+    """EN-03: every byte of the tensors counts, and every small file that a bundle takes over."""
+    checkpoint, out = random_checkpoint(tmp_path / "model", seed=1, vocab_size=30000), tmp_path / "out"
+    build_bundle(checkpoint, out)
+    first = open_bundle(out).manifest.source_digest
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 + 1234] ^= 1
+    file.write_bytes(content)
+    build_bundle(checkpoint, out)
+    second = open_bundle(out).manifest.source_digest
+    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    build_bundle(checkpoint, out)
+    assert (out / "chat_template.jinja").is_file()
+    assert len({first, second, open_bundle(out).manifest.source_digest}) == 3
+
+
 def test_a_failed_build_leaves_the_old_bundle_and_nothing_else(good: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     shutil.copytree(good, out)

@@ -18,6 +18,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import load_file, save_file
 
+from mtp_exporter import BuildOptions, build
 from mtp_exporter.inspect import inspect_checkpoint
 from tests.exporter.plain_graph import weight_regions
 from tests.fixtures.checkpoints import (
@@ -522,3 +523,55 @@ def test_a_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.Monkey
     build_refused(Path("Qwen3.5-9B"), tmp_path / "out", "'Qwen/Qwen3.5-9B'", "could not be asked")
     places = ("owner/no-such-model", "Qwen/Qwen3.5-9B")
     assert asked == [(name, cached) for name in places for cached in (True, False)]
+
+
+def test_a_tensor_that_the_index_does_not_know_is_refused(tmp_path: Path) -> None:
+    """LD-26: it lies in a shard, so it is part of the checkpoint, indexed or not."""
+    checkpoint = random_checkpoint(tmp_path / "model", seed=1, shards=2)
+    shard = min(checkpoint.glob("*.safetensors"))
+    save_file({**load_file(shard), "model.language_model.layers.0.mystery.bias": np.zeros(4, np.float32)}, shard)
+    build_refused(checkpoint, tmp_path / "out", "mystery.bias")
+
+
+def test_an_attention_width_without_a_kernel_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    checkpoint = random_checkpoint(tmp_path / "model", seed=1, head_dim=20, rope_parameters=rope)
+    build_refused(checkpoint, tmp_path / "out", "width 20", "multiples of 8")
+
+
+@pytest.mark.parametrize(
+    ("edit", "part"),
+    [
+        (lambda text: text.update(mtp_num_hidden_layers="1"), "mtp_num_hidden_layers = '1'"),
+        (
+            lambda text: text["rope_parameters"].update(partial_rotary_factor=float("inf")),
+            "partial_rotary_factor = inf",
+        ),
+        (lambda text: text.update(rms_norm_eps=10**400), "rms_norm_eps"),
+    ],
+    ids=["text for a number", "infinity", "beyond a float"],
+)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, edit: Callable[[dict], None], part: str) -> None:
+    checkpoint = random_checkpoint(tmp_path / "model", seed=1)
+
+    def change(config: dict) -> dict:
+        edit(config["text_config"])
+        return config
+
+    edit_config(checkpoint, change)
+    build_refused(checkpoint, tmp_path / "out", part)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["nesting", "digits"])
+def test_json_without_end_is_refused(tmp_path: Path, text: str) -> None:
+    checkpoint = random_checkpoint(tmp_path / "model", seed=1)
+    (checkpoint / "config.json").write_text(text)
+    build_refused(checkpoint, tmp_path / "out", "config.json")
+
+
+def test_a_bundle_is_named_after_the_directory_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = random_checkpoint(tmp_path / "My-Model", seed=1)
+    monkeypatch.chdir(checkpoint)
+    assert build(BuildOptions(".", max_model_len=64)).directory == Path("bundles/My-Model")

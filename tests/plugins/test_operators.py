@@ -134,6 +134,18 @@ def test_an_operator_equals_its_reference(name: str, lowered: bool) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("lowered", [False, True], ids=["body", "kernels"])
+def test_the_norm_of_tiny_keys_keeps_its_epsilon_inside_the_root(lowered: bool) -> None:
+    """With keys this small the epsilon decides; a wrong place or size of it moves the result by a tenth."""
+    x, attributes = feeds("GatedDelta")
+    x |= {key: x[key] * 3e-4 for key in ("query", "key")}
+    got = run(session("GatedDelta", x, attributes, lowered=lowered), x)
+    for ours, theirs in zip(got, reference("GatedDelta", x), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+    larger = reference("GatedDelta", x | {"key": x["key"] * 2, "query": x["query"] * 2})
+    assert np.abs(got[2] - larger[2]).max() > 100 * TOLERANCE, "control: the epsilon matters at this size"
+
+
 def _faults() -> list[tuple[str, str, Callable[[Arrays], Arrays]]]:
     return [
         ("GatedDelta", "no decay", lambda x: x | {"decay": np.zeros_like(x["decay"])}),

@@ -23,7 +23,7 @@ Wrap = Callable[[Sequences], Sequences]
 
 @dataclass(frozen=True)
 class Plain:
-    """Plain decoding of a prompt: its tokens, the state's digests at every committed length, every hidden row's digest."""
+    """Plain decoding: its tokens, digests of the state at every committed length and of every hidden row."""
 
     prompt: list[int]
     ids: tuple[int, ...]

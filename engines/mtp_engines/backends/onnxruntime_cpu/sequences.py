@@ -137,10 +137,9 @@ class CpuSequences:
                 f"tokens{list(expected[0])}, hidden{list(expected[1])} and {self._batch} counts of 0..{width}."
             )
         self._check_vocabulary(tokens)
-        if not 0 <= draft_tokens <= self._limits.max_draft_tokens:
-            raise ContractError(
-                f"draft got draft_tokens = {draft_tokens}, expected 0..{self._limits.max_draft_tokens}."
-            )
+        most = self._limits.max_draft_tokens
+        if not 0 <= draft_tokens <= most:
+            raise ContractError(f"draft got draft_tokens = {draft_tokens}, expected 0..{most}.")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
