@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -416,7 +417,9 @@ def test_the_command_ends_with_130_when_interrupted(tmp_path: Path) -> None:
     bundle = build_bundle(checkpoint, tmp_path / "b", max_model_len=4096)
     command = [str(Path(sys.executable).with_name("mtp-run")), "generate", str(bundle), "--prompt-ids", "3"]
     command += ["--max-new-tokens", "4000", "--draft-tokens", "0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # A runner in the background of a shell ignores SIGINT, and its children would inherit that.
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         start = os.read(process.stdout.fileno(), 64)
