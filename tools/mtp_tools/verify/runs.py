@@ -102,27 +102,8 @@ def run_against(
     raise AssertionError("a generation ends with Finished")
 
 
-class KeepsOneRowTooMany:
-    """A deliberate fault for models without a recurrent state: a rejected row stays in the caches, length included."""
-
-    def __init__(self, inner: Sequences) -> None:
-        self._inner = inner
-        self._rows = 0
-        self.lengths = inner.lengths
-        self.draft, self.logits, self.snapshot, self.reset = inner.draft, inner.logits, inner.snapshot, inner.reset
-
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
-        """Remember how many rows were staged."""
-        self._rows = tokens.shape[1]
-        return self._inner.verify(tokens, logit_rows)
-
-    def commit(self, rows: Ids) -> None:
-        """Keep one more than was accepted, where there is one."""
-        self._inner.commit(np.minimum(rows + 1, self._rows))
-
-
 class CommitsEverything:
-    """A deliberate fault: every staged row is kept, accepted or not."""
+    """A deliberate fault: every staged row is kept, accepted or not, though the length is claimed as accepted."""
 
     def __init__(self, inner: Sequences) -> None:
         self._inner = inner
@@ -139,6 +120,14 @@ class CommitsEverything:
         """Run the recurrence over all rows, then claim the accepted length."""
         self._inner.commit(np.full_like(rows, self._rows))
         self._inner.lengths -= self._rows - rows
+
+
+class KeepsOneRowTooMany(CommitsEverything):
+    """A fault for models without a recurrent state: a rejected row stays in the caches, length included."""
+
+    def commit(self, rows: Ids) -> None:
+        """Keep one more than was accepted, where there is one."""
+        self._inner.commit(np.minimum(rows + 1, self._rows))
 
 
 def top_two(model: Model, plain: Plain, index: int) -> tuple[int, int, float]:
