@@ -172,10 +172,17 @@ def _no_bundle(directory: Path) -> str:
             f"{directory} is no bundle but a checkpoint: it has no {MANIFEST_FILE}. Build it first with "
             f"`mtp-export build --model {directory}`."
         )
-    inside = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST_FILE}"))
+    inside = bundles_in(directory)
     if inside:
-        return f"{directory} is no bundle but holds {len(inside)}: {', '.join(inside)}. Give one of them."
+        names = ", ".join(path.name for path in inside)
+        return f"{directory} is no bundle but holds {len(inside)}: {names}. Give one of them."
     return f"{directory} is no bundle: it has no {MANIFEST_FILE}. Give the directory that `mtp-export build` wrote."
+
+
+def bundles_in(directory: Path) -> list[Path]:
+    """Bundles directly below a directory, by name; staging directories of builds are hidden and do not count."""
+    found = (path.parent for path in directory.glob(f"*/{MANIFEST_FILE}"))
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 def entry_of(path: Path, advance: Callable[[int], None] = lambda size: None) -> FileEntry:

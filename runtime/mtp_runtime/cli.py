@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from mtp_engines.bundle import MANIFEST_FILE
+from mtp_engines.bundle import bundles_in
 from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
@@ -83,7 +83,7 @@ def find_bundle(given: Path | None) -> Path:
     """
     if given is not None:
         return given
-    found = sorted(path.parent for path in Path("bundles").glob(f"*/{MANIFEST_FILE}"))
+    found = bundles_in(Path("bundles"))
     if len(found) == 1:
         return found[0]
     if not found:

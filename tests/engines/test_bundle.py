@@ -177,6 +177,12 @@ def test_what_is_no_bundle_is_told_apart(tmp_path: Path, good: Path) -> None:
         open_bundle(tmp_path / "several")
 
 
+def test_the_staging_directory_of_a_build_is_not_offered_as_a_bundle(good: Path, tmp_path: Path) -> None:
+    for name in ("one", ".two.123.abc.partial"):
+        shutil.copytree(good, tmp_path / name)
+    assert bundle_module.bundles_in(tmp_path) == [tmp_path / "one"]
+
+
 def test_a_link_to_a_bundle_stays_a_link(good: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
