@@ -37,6 +37,8 @@ def checks(model: Model, new_tokens: int, long_tokens: int) -> Iterator[Line]:
     most = model.manifest.limits.max_draft_tokens
     room = model.manifest.limits.max_model_len
     prompts = [prompt for prompt in _prompts(model) if len(prompt) + 2 <= room]
+    if all(len(prompt) <= model.engine.limits.prefill_chunk for prompt in prompts):
+        yield Line(f"prompts of more than one prefill chunk do not fit a context of {room} tokens", True)
     reached: set[int] = set()
     for prompt in prompts:
         plain = run_plain(model, prompt, min(new_tokens, room - len(prompt)))
