@@ -11,7 +11,9 @@ from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.engine import Engine, Sequences
 from mtp_engines.errors import RequestError
+from mtp_runtime.drafters.first import FirstDrafter
 from mtp_runtime.drafters.mtp import MtpDrafter
+from mtp_runtime.drafters.ngram import NgramDrafter
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.ending import Ending
@@ -19,7 +21,7 @@ from mtp_runtime.events import Event, Finished
 from mtp_runtime.loop import Parts, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prompts import Prompts
-from mtp_runtime.request import Request, ids_from, request_from
+from mtp_runtime.request import Prepared, Request, ids_from, request_from
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
 from mtp_runtime.timing import TimedDrafter, TimedSequences
@@ -63,7 +65,7 @@ class Model:
             request = request_from({**vars(request), **options}, "the request")
         prepared = self.prompts.prepare(request, self.manifest)
         sequences = self.engine.sequences()
-        drafter = self.drafter(sequences) if prepared.draft_tokens else NoDrafter()
+        drafter = self._drafter(prepared, sequences)
         ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
         ending = Ending(prepared.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
         return self.run(prepared.prompt, sequences, drafter, FixedPolicy(prepared.draft_tokens), ending)
@@ -78,6 +80,14 @@ class Model:
     def drafter(self, sequences: Sequences) -> Drafter:
         """A drafter over the bundle's own head."""
         return MtpDrafter(sequences, self.engine.spec.hidden_size, self.engine.limits.prefill_chunk)
+
+    def _drafter(self, prepared: Prepared, sequences: Sequences) -> Drafter:
+        if prepared.draft_tokens == 0:
+            return NoDrafter()
+        if prepared.drafter == "mtp":
+            return self.drafter(sequences)
+        lookup = NgramDrafter(prepared.prompt)
+        return lookup if prepared.drafter == "ngram" else FirstDrafter([lookup, self.drafter(sequences)])
 
     def run(
         self, prompt: list[int], sequences: Sequences, drafter: Drafter, policy: DraftPolicy, ending: Ending

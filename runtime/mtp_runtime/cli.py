@@ -17,7 +17,7 @@ from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
 from mtp_runtime.events import Emitted, Finished
-from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
+from mtp_runtime.request import DEFAULT_NEW_TOKENS, DRAFTERS, Request, request_from, request_from_json
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), required=False)
 threads_option = click.option(
@@ -39,6 +39,7 @@ def group() -> None:
 @click.option("--chat", is_flag=True, help="Render the prompt with the chat template.")
 @click.option("--max-new-tokens", default=DEFAULT_NEW_TOKENS, show_default=True, help="Most tokens to generate.")
 @click.option("--draft-tokens", type=int, help="Draft tokens a cycle; 0 is plain decoding.  [default: 3]")
+@click.option("--drafter", type=click.Choice(DRAFTERS), help="What drafts.  [default: the MTP head, if there is one]")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at end tokens.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may repeat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
@@ -51,6 +52,7 @@ def generate(
     chat: bool,
     max_new_tokens: int,
     draft_tokens: int | None,
+    drafter: str | None,
     ignore_eos: bool,
     stop: tuple[str, ...],
     as_json: bool,
@@ -61,6 +63,7 @@ def generate(
         "chat": chat,
         "max_new_tokens": max_new_tokens,
         "draft_tokens": draft_tokens,
+        "drafter": drafter,
         "ignore_eos": ignore_eos,
         "stop": list(stop) or None,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -12,6 +12,8 @@ from pydantic.dataclasses import dataclass as validated
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
 
+DrafterName = Literal["mtp", "ngram", "mtp+ngram", "none"]
+DRAFTERS: tuple[str, ...] = get_args(DrafterName)
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_DRAFT_TOKENS = 3
 
@@ -28,6 +30,8 @@ class Request:
         chat: render `prompt` as one user message.
         max_new_tokens: most tokens to emit; fewer fit if the context ends first.
         draft_tokens: K; None takes 3, or the bundle's limit if that is smaller; 0 is plain decoding.
+        drafter: what proposes the draft: `mtp` (the bundle's own head), `ngram` (prompt lookup), `mtp+ngram` (the
+            lookup where it finds something, the head otherwise) or `none`; None takes the head if there is one.
         ignore_eos: end tokens do not end the generation.
         stop: texts that end the generation; the result ends before them.
         temperature: 0 only, greedy decoding.
@@ -41,6 +45,7 @@ class Request:
     chat: bool = False
     max_new_tokens: int = DEFAULT_NEW_TOKENS
     draft_tokens: int | None = None
+    drafter: DrafterName | None = None
     ignore_eos: bool = False
     stop: list[str] | str | None = None
     temperature: float = 0.0
@@ -130,6 +135,7 @@ class Prepared:
     """A request that the bundle can serve: prompt, K and the number of tokens that fit are settled."""
 
     prompt: list[int]
+    drafter: DrafterName
     draft_tokens: int
     limit: int
 
@@ -163,14 +169,24 @@ def check(request: Request, prompt: list[int], manifest: Manifest) -> Prepared:
             f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
             f"Shorten the prompt{remedy}."
         )
-    return Prepared(prompt, _draft_tokens(request, manifest), min(room, request.max_new_tokens))
+    drafter = request.drafter or ("none" if manifest.model.mtp is None else "mtp")
+    return Prepared(prompt, drafter, _draft_tokens(request, drafter, manifest), min(room, request.max_new_tokens))
 
 
-def _draft_tokens(request: Request, manifest: Manifest) -> int:
+def _draft_tokens(request: Request, drafter: DrafterName, manifest: Manifest) -> int:
     wanted, limit = request.draft_tokens, manifest.limits.max_draft_tokens
-    if manifest.model.mtp is None:
+    if "mtp" in drafter and manifest.model.mtp is None:
+        raise RequestError(
+            f"drafter is {drafter!r}, but this bundle was built without an MTP head; use 'ngram' or 'none'."
+        )
+    if request.drafter == "none" and wanted:
+        raise RequestError(f"drafter is 'none', but draft_tokens is {wanted}; use 0, or another drafter.")
+    if drafter == "none":
         if wanted:
-            raise RequestError(f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0.")
+            raise RequestError(
+                f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0, or the drafter "
+                "'ngram'."
+            )
         return 0
     if wanted is None:
         return min(DEFAULT_DRAFT_TOKENS, limit)
