@@ -22,6 +22,7 @@ from mtp_exporter.checkpoint import COPIED, Checkpoint, open_checkpoint
 from mtp_exporter.end_tokens import end_tokens
 from mtp_exporter.families import describe
 from mtp_exporter.families.description import Description, Need, check_duplicates, claim
+from mtp_exporter.graft import graft_head
 from mtp_exporter.graphs import backbone_graph, mtp_graph
 from mtp_exporter.resolve import resolve
 from mtp_exporter.safetensors_file import TensorInfo
@@ -52,6 +53,7 @@ class BuildOptions:
         max_batch_size: sequences that one engine can run together.
         draft_tokens: the largest K that the bundle will accept.
         mtp: False leaves the MTP head out.
+        mtp_from: checkpoint to take the head from, if this one lost it.
     """
 
     model: str
@@ -61,6 +63,7 @@ class BuildOptions:
     max_batch_size: int = 1
     draft_tokens: int = DRAFT_TOKENS
     mtp: bool = True
+    mtp_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
     out = out.resolve() if out.is_symlink() else out
     bundles.refuse_foreign(out)
     checkpoint = open_checkpoint(source)
+    if options.mtp_from is not None:
+        checkpoint = graft_head(checkpoint, open_checkpoint(resolve(options.mtp_from)))
+        report.note(f"the MTP head is taken from {options.mtp_from}")
     description = describe(checkpoint, options.mtp)
     claimed = claim(checkpoint, description)
     check_duplicates(checkpoint, description)
@@ -190,6 +196,8 @@ def _check_options(options: BuildOptions) -> None:
         )
     if not 1 <= options.max_batch_size <= MAX_BATCH_SIZE:
         raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected 1 to {MAX_BATCH_SIZE}.")
+    if options.mtp_from is not None and not options.mtp:
+        raise BuildError("--mtp-from takes a head and --no-mtp leaves it out; give one of them.")
     if options.max_model_len is not None and options.max_model_len < 2:
         raise BuildError(f"--max-model-len is {options.max_model_len}, expected at least 2.")
 

@@ -31,6 +31,7 @@ def group() -> None:
 @click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: up to 8192]")
 @click.option("--max-batch-size", default=1, show_default=True, help="Most sequences run together.")
 @click.option("--draft-tokens", default=DRAFT_TOKENS, show_default=True, help="Largest K that a request may ask for.")
+@click.option("--mtp-from", help="Checkpoint to take the MTP head from, if this one lost it.")
 @click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
 def build_command(
     checkpoint: str | None,
@@ -40,13 +41,14 @@ def build_command(
     max_model_len: int | None,
     max_batch_size: int,
     draft_tokens: int,
+    mtp_from: str | None,
     no_mtp: bool,
 ) -> None:
     """Build a bundle: graphs, weights, tokenizer and manifest, checked before it appears."""
     if (model is None) == (checkpoint is None):
         raise click.UsageError("give the checkpoint once, with --model or alone.")
     name = checkpoint if model is None else model
-    options = BuildOptions(str(name), out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp)
+    options = BuildOptions(str(name), out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp, mtp_from)
     with _Bars() as bars:
         built = build(options, Reporter(bars.phase, bars.advance, bars.note))
     print(_summary(built))

@@ -135,8 +135,8 @@ def require_head(checkpoint: Checkpoint, declared: int | None, keys: Iterable[st
         raise CheckpointError(
             f"config.json declares {declared if declared is not None else 'no'} MTP layer, {checkpoint.directory} "
             "holds "
-            f"{present} of {len(wanted)} tensors of the head (first missing: {absent[0]!r}). Restore the head from the "
-            "base model, or build with --no-mtp."
+            f"{present} of {len(wanted)} tensors of the head (first missing: {absent[0]!r}). Take the head from the "
+            "base model with --mtp-from, or build with --no-mtp."
         )
     return not absent
 
