@@ -10,7 +10,7 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec
 from mtp_engines.lowering.commit import factor_shapes
-from mtp_exporter.layers.attention import Positions, gated_attention, rotary_tables
+from mtp_exporter.layers.attention import Positions, attention, rotary_tables
 from mtp_exporter.layers.basic import gated_mlp, linear, rms_norm
 from mtp_exporter.layers.gated_delta import gated_delta
 from mtp_exporter.layers.weights import Weights
@@ -67,12 +67,12 @@ def mtp_graph(spec: ModelSpec, limits: Limits, tensors: Tensors) -> ir.Model:
 
 
 def _positions(g: GraphBuilder, layers: tuple[LayerSpec, ...], limits: Limits) -> Positions | None:
-    attention = next((layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)), None)
-    if attention is None:
+    mixer = next((layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)), None)
+    if mixer is None:
         return None
     position_ids = g.input(names.POSITION_IDS, "int64", _ROWS)
     past_length = g.input(names.PAST_LENGTH, "int64", ["batch"])
-    return Positions(position_ids, past_length, *rotary_tables(g, attention, limits.capacity))
+    return Positions(position_ids, past_length, *rotary_tables(g, mixer, limits.capacity))
 
 
 def _layer(
@@ -109,7 +109,7 @@ def _attention(
         g.input(names.past_key(index), "float32", shape),
         g.input(names.past_value(index), "float32", shape),
     )
-    output, key, value = gated_attention(g, x, w, mixer, spec.norm_epsilon, positions, cache)
+    output, key, value = attention(g, x, w, mixer, spec.norm_epsilon, positions, cache)
     g.output(names.present_key(index), key, "float32", shape)
     g.output(names.present_value(index), value, "float32", shape)
     return output

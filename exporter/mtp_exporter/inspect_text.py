@@ -40,6 +40,8 @@ def _model(model: dict[str, Any] | None) -> list[str]:
 def _mtp(mtp: dict[str, Any] | None) -> list[str]:
     if mtp is None:
         return []
+    if not mtp["tensors_expected"]:
+        return ["MTP head       none in this family"]
     declared = "nothing" if mtp["layers_declared"] is None else mtp["layers_declared"]
     lines = [f"MTP head       {mtp['tensors_found']} of {mtp['tensors_expected']} tensors, config declares {declared}"]
     if mtp["first_missing"] and mtp["tensors_found"]:

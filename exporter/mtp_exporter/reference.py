@@ -78,15 +78,25 @@ def decoder_layer(spec: ModelSpec, layer: LayerSpec, read: Read, x: Array) -> Ar
 
 
 def attention_mixer(mixer: AttentionSpec, read: Read, x: Array, epsilon: float) -> Array:
-    """Gated full attention; query and gate are interleaved per head."""
+    """Full attention; query and gate, if there is one, are interleaved per head."""
     rows = x.shape[0]
-    pairs: Array = (x @ read("mixer.query_gate").T).reshape(rows, mixer.num_heads, 2, mixer.head_dim)
-    query, gate = pairs[:, :, 0], pairs[:, :, 1]
-    key: Array = (x @ read("mixer.key").T).reshape(rows, mixer.num_kv_heads, mixer.head_dim)
-    value = (x @ read("mixer.value").T).reshape(rows, mixer.num_kv_heads, mixer.head_dim)
-    query = rotate(rms_norm(query, read("mixer.query_norm"), epsilon), mixer)
-    key = rotate(rms_norm(key, read("mixer.key_norm"), epsilon), mixer)
-    mixed = cached_attention(query, key, value, 0) / (1 + np.exp(-gate))
+
+    def heads(role: str, count: int) -> Array:
+        projected = x @ read(f"mixer.{role}").T + (read(f"mixer.{role}_bias") if mixer.bias else 0)
+        return np.asarray(projected.reshape(rows, count, -1))
+
+    gate: Array | None = None
+    if mixer.output_gate:
+        query, gate = np.split(heads("query_gate", mixer.num_heads), 2, axis=-1)
+    else:
+        query = heads("query", mixer.num_heads)
+    key, value = heads("key", mixer.num_kv_heads), heads("value", mixer.num_kv_heads)
+    if mixer.qk_norm:
+        query = rms_norm(query, read("mixer.query_norm"), epsilon)
+        key = rms_norm(key, read("mixer.key_norm"), epsilon)
+    mixed = cached_attention(rotate(query, mixer), rotate(key, mixer), value, 0)
+    if gate is not None:
+        mixed = mixed / (1 + np.exp(-gate))
     return np.asarray(mixed.reshape(rows, mixer.query_width) @ read("mixer.output").T)
 
 

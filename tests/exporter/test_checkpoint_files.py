@@ -473,7 +473,11 @@ def test_a_family_of_a_later_release_is_refused_by_its_model_type(tmp_path: Path
     checkpoint = random_checkpoint(tmp_path / "model", seed=1)
     change = {"model_type": model_type, **OTHER_FAMILIES[model_type]}
     edit_config(checkpoint, lambda config: {**config, **change})
-    parts = (f"model_type '{model_type}'", change["architectures"][0], "Supported: qwen3_5, qwen3_5_text")
+    parts = (
+        f"model_type '{model_type}'",
+        change["architectures"][0],
+        "Supported: llama, qwen2, qwen3, qwen3_5, qwen3_5_text",
+    )
     build_refused(checkpoint, tmp_path / "out", *parts, mtp=mtp)
     report = inspect_checkpoint(checkpoint)
     assert not report["can_build"]

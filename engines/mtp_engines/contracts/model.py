@@ -11,13 +11,20 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention with per-head query/key norms, partial rotary positions and an output gate."""
+    """Grouped-query attention with rotary positions on the first `rotary_dim` dimensions of each head.
+
+    `output_gate`: a sigmoid gate on the output, interleaved per head with the query; `qk_norm`: an RMS norm
+    of each query and key head before the rotation; `bias`: query, key and value projections have one.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
     rope_theta: float
+    output_gate: bool
+    qk_norm: bool
+    bias: bool
     kind: Literal["attention"] = "attention"
 
     @property

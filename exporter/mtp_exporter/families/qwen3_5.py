@@ -11,9 +11,11 @@ from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.config import Config
+from mtp_exporter.families.common import default_rotation_only, is_tied
 from mtp_exporter.families.description import Description, Need, refuse_packed, require_head
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 _PREFIXES = ("model.language_model.", "model.")
 _VISION = ("model.visual.", "visual.")
 _ROPE_THETA = 10_000_000.0
@@ -34,7 +36,7 @@ def describe(checkpoint: Checkpoint, with_mtp: bool) -> Description:
     mtp_keys = tuple(need.key for need in head_needs)
     declared = config.text.get("mtp_num_hidden_layers")
     has_head = with_mtp and require_head(checkpoint, declared, mtp_keys, "mtp_num_hidden_layers")
-    tied = _is_tied(checkpoint, config, prefix)
+    tied = is_tied(checkpoint, config)
     spec = ModelSpec(
         family="qwen3_5",
         hidden_size=hidden,
@@ -61,14 +63,7 @@ def _refuse_variants(config: Config) -> None:
     config.fixed("attn_output_gate", True)
     config.fixed("mtp_use_dedicated_embeddings", False)
     config.fixed("mlp_only_layers", [])
-    for group in ("rope_parameters", "rope_scaling"):
-        rope = config.text.get(group)
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
-        if kind != "default":
-            raise CheckpointError(
-                f"{config.path} has {group} with rope_type {kind!r}; only 'default' is supported for this family. "
-                "Remove the scaling to build for the context the model was trained on."
-            )
+    default_rotation_only(config)
 
 
 def _attention(config: Config) -> AttentionSpec:
@@ -87,7 +82,8 @@ def _attention(config: Config) -> AttentionSpec:
             f"{config.path} makes {rotary} of {head_dim} head dimensions rotary, expected an even number of them. "
             "Mend partial_rotary_factor or head_dim."
         )
-    return AttentionSpec(heads, kv_heads, head_dim, rotary, config.rope("rope_theta") or _ROPE_THETA)
+    theta = config.rope("rope_theta") or _ROPE_THETA
+    return AttentionSpec(heads, kv_heads, head_dim, rotary, theta, output_gate=True, qk_norm=True, bias=False)
 
 
 def _delta(config: Config) -> GatedDeltaSpec:
@@ -145,20 +141,6 @@ def _prefix(checkpoint: Checkpoint) -> str:
         f"{checkpoint.directory} holds no {_PREFIXES[0]}embed_tokens.weight and no {_PREFIXES[1]}embed_tokens.weight "
         f"among its {len(checkpoint.tensors)} tensors. Use a checkpoint with one of these layouts."
     )
-
-
-def _is_tied(checkpoint: Checkpoint, config: Config, prefix: str) -> bool:
-    names = [*checkpoint.tensors, *(name for shard in checkpoint.missing for name in shard.tensors)]
-    flagged = config.flag("tie_word_embeddings")
-    if "lm_head.weight" not in names:
-        if not flagged:
-            raise CheckpointError(
-                f"{checkpoint.directory} holds no 'lm_head.weight', and neither level of config.json sets "
-                "tie_word_embeddings. Set it if embedding and head are one matrix, or restore the tensor."
-            )
-        return True
-    # With the flag set, the two must be one matrix: a build reads both and refuses if they differ.
-    return flagged
 
 
 def _norm(role: str, key: str, width: int) -> Need:

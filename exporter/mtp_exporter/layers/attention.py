@@ -1,4 +1,4 @@
-"""Gated full attention over a cache."""
+"""Full attention over a cache, with the parts that its spec asks for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rotary_tables(g: GraphBuilder, mixer: AttentionSpec, positions: int) -> tupl
     return g.constant(np.cos(angles), "float32"), g.constant(np.sin(angles), "float32")
 
 
-def gated_attention(
+def attention(
     g: GraphBuilder,
     x: ir.Value,
     w: Weights,
@@ -52,28 +52,55 @@ def gated_attention(
         float32[batch, rows, hidden_size], and the present key and value.
     """
     with g.scope("attention"):
-        heads, dim = mixer.num_heads, mixer.head_dim
-        # Per head: dim values of the query, then dim values of its gate.
-        pairs = g.op("Reshape", linear(g, x, w["query_gate"]), g.constant([0, 0, heads, 2 * dim]))
-        query, gate = g.op_multi("Split", pairs, g.constant([dim, dim]), outputs=("query", "gate"), axis=-1)
-        query = _rotate(g, rms_norm(g, query, w["query_norm"], epsilon), heads, mixer, positions)
-        key = g.op("Reshape", linear(g, x, w["key"]), g.constant([0, 0, mixer.num_kv_heads, dim]))
-        key = _rotate(g, rms_norm(g, key, w["key_norm"], epsilon), mixer.num_kv_heads, mixer, positions)
+        query, gate = _query_and_gate(g, x, w, mixer)
         output, present_key, present_value = g.op_multi(
             "CachedAttention",
-            query,
-            key,
-            linear(g, x, w["value"]),
+            _placed(g, query, "query", w, mixer, mixer.num_heads, epsilon, positions),
+            _placed(g, _project(g, x, w, "key", mixer), "key", w, mixer, mixer.num_kv_heads, epsilon, positions),
+            _project(g, x, w, "value", mixer),
             *cache,
             positions.past_length,
             outputs=("output", "present_key", "present_value"),
             domain=DOMAIN,
-            num_heads=heads,
+            num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads,
         )
-        flat_gate = g.op("Reshape", gate, g.constant([0, 0, mixer.query_width]))
-        gated = g.op("Mul", output, g.op("Sigmoid", flat_gate))
-        return linear(g, gated, w["output"]), present_key, present_value
+        if gate is not None:
+            flat_gate = g.op("Reshape", gate, g.constant([0, 0, mixer.query_width]))
+            output = g.op("Mul", output, g.op("Sigmoid", flat_gate))
+        return linear(g, output, w["output"]), present_key, present_value
+
+
+def _query_and_gate(g: GraphBuilder, x: ir.Value, w: Weights, mixer: AttentionSpec) -> tuple[ir.Value, ir.Value | None]:
+    if not mixer.output_gate:
+        return _project(g, x, w, "query", mixer), None
+    dim = mixer.head_dim
+    # Per head: dim values of the query, then dim values of its gate.
+    pairs = g.op("Reshape", linear(g, x, w["query_gate"]), g.constant([0, 0, mixer.num_heads, 2 * dim]))
+    query, gate = g.op_multi("Split", pairs, g.constant([dim, dim]), outputs=("query", "gate"), axis=-1)
+    return query, gate
+
+
+def _project(g: GraphBuilder, x: ir.Value, w: Weights, role: str, mixer: AttentionSpec) -> ir.Value:
+    projected = linear(g, x, w[role])
+    return g.op("Add", projected, w[f"{role}_bias"]) if mixer.bias else projected
+
+
+def _placed(
+    g: GraphBuilder,
+    x: ir.Value,
+    role: str,
+    w: Weights,
+    mixer: AttentionSpec,
+    heads: int,
+    epsilon: float,
+    positions: Positions,
+) -> ir.Value:
+    """Norm each head where the model does, then rotate."""
+    if mixer.qk_norm:
+        split = g.op("Reshape", x, g.constant([0, 0, heads, mixer.head_dim]))
+        x = rms_norm(g, split, w[f"{role}_norm"], epsilon)
+    return _rotate(g, x, heads, mixer, positions)
 
 
 def _rotate(g: GraphBuilder, x: ir.Value, heads: int, mixer: AttentionSpec, positions: Positions) -> ir.Value:
