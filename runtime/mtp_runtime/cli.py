@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mtp_engines.bundle import bundles_in
+from mtp_engines.bundle import WEIGHTS, bundles_in
 from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
 from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.request import DEFAULT_NEW_TOKENS, DRAFTERS, Request, request_from, request_from_json
+
+_SLOW_BYTES = 256 << 20
+"""Weights above this take more than a second to load."""
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), required=False)
 threads_option = click.option(
@@ -68,7 +71,7 @@ def generate(
         "stop": list(stop) or None,
     }
     requests = list(_requests(prompt, prompt_ids, prompts, defaults))
-    model = load(find_bundle(bundle), threads, requests)
+    model = open_model(bundle, threads, requests)
     for number, request in enumerate(requests, 1):
         if as_json:
             print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)
@@ -76,6 +79,21 @@ def generate(
         if len(requests) > 1:
             print(f"--- {number if request.id is None else request.id}")
         _stream(model, request)
+
+
+def open_model(given: Path | None, threads: int, requests: Iterable[Request] = ()) -> Model:
+    """Load the bundle that was named, or the only one; says so on stderr if that takes a while.
+
+    Raises:
+        RequestError: no bundle can be chosen, or it cannot serve one of the requests.
+        BundleError: it cannot be opened.
+    """
+    directory = find_bundle(given)
+    weights = directory / WEIGHTS
+    size = weights.stat().st_size if weights.is_file() else 0
+    if size > _SLOW_BYTES:
+        print(f"loading {size / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
+    return load(directory, threads, requests)
 
 
 def find_bundle(given: Path | None) -> Path:

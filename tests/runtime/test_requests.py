@@ -450,3 +450,16 @@ def test_a_second_request_in_one_process_is_that_of_a_fresh_process(tmp_path: Pa
 
 def _by_fours(token: int) -> int:
     return (token + 1) % 4
+
+
+def test_a_large_bundle_says_that_it_is_loading(
+    markov: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtp_runtime import cli
+
+    bundle = markov().bundle.directory
+    cli.open_model(bundle, 1)
+    assert capsys.readouterr().err == "", "control: a small one says nothing"
+    monkeypatch.setattr(cli, "_SLOW_BYTES", 0)
+    cli.open_model(bundle, 1)
+    assert capsys.readouterr().err.startswith("loading 0.0 GB")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from mtp_runtime.api import Model, load
-from mtp_runtime.cli import bundle_argument, find_bundle, requests_from_file, threads_option
+from mtp_runtime.api import Model
+from mtp_runtime.cli import bundle_argument, open_model, requests_from_file, threads_option
 from mtp_runtime.request import Request
 from mtp_runtime.stats import Stats, merge
 
@@ -33,7 +33,7 @@ def acceptance(bundle: Path | None, prompts: Path, burst: int, run: int, draft_t
     if min(widths) < 1:
         raise click.UsageError(f"--draft-tokens is {draft_tokens}; acceptance is measured for values of at least 1.")
     requests = requests_from_file(prompts, {"ignore_eos": True})
-    model = load(find_bundle(bundle), threads, requests)
+    model = open_model(bundle, threads, requests)
     header = _HEADER
     for length in (burst, run):
         for width in widths:

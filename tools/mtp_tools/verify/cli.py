@@ -8,8 +8,7 @@ import click
 
 from mtp_engines.bundle import open_bundle
 from mtp_engines.errors import RequestError
-from mtp_runtime.api import load
-from mtp_runtime.cli import bundle_argument, find_bundle, threads_option
+from mtp_runtime.cli import bundle_argument, find_bundle, open_model, threads_option
 from mtp_tools.verify.checks import Line, checks
 
 
@@ -27,7 +26,7 @@ def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, 
     """Prove that speculation changes nothing: tokens for every K, and every state after every cycle, bit by bit."""
     directory = find_bundle(bundle)
     open_bundle(directory, thorough=True)
-    model = load(directory, threads)
+    model = open_model(directory, threads)
     least = model.manifest.limits.max_draft_tokens + 2
     if new_tokens < least:
         raise RequestError(
