@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_runtime import Model
 from mtp_runtime.stats import Stats, merge
-from mtp_tools.verify.checks import checks
+from mtp_tools.verify.checks import _TEXTS, checks
 from tests.support import build_bundle, load_model
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny-mtp"
@@ -69,3 +70,11 @@ def test_it_is_lossless_for_every_draft_width(model: Model) -> None:
     lines = list(checks(model, 16, 200))
     assert [line.text for line in lines if not line.holds] == []
     assert len(lines) > 200
+
+
+def test_a_text_that_leaves_no_room_for_drafts_does_not_blind_the_control(tmp_path: Path) -> None:
+    """In a context this short the first prompt leaves two tokens, none of them drafted; the shortest serves instead."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    lengths = [len(tokenizer.encode(text).ids) for text in _TEXTS]
+    bundle = build_bundle(CHECKPOINT, tmp_path / "short", draft_tokens=min(lengths) - 1, max_model_len=min(lengths) + 2)
+    assert [line.text for line in checks(load_model(bundle), 32, 32) if not line.holds] == []

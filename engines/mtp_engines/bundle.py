@@ -208,8 +208,7 @@ def _read_manifest(path: Path) -> Manifest:
     if manifest.schema_version != SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}. Build the "
-            "bundle "
-            "again with this release."
+            "bundle again with this release."
         )
     return manifest
 

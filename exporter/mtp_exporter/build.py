@@ -191,8 +191,7 @@ def _check_options(options: BuildOptions) -> None:
     if not 1 <= options.draft_tokens <= MAX_DRAFT_TOKENS:
         raise BuildError(
             f"--draft-tokens is {options.draft_tokens}, expected 1 to {MAX_DRAFT_TOKENS}. To build without "
-            "speculation, "
-            "use --no-mtp."
+            "speculation, use --no-mtp."
         )
     if not 1 <= options.max_batch_size <= MAX_BATCH_SIZE:
         raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected 1 to {MAX_BATCH_SIZE}.")
@@ -263,12 +262,10 @@ def _warn(check: Check, report: Reporter) -> None:
     if agreement and agreement.drafted >= 16 and agreement.accepted == 0:
         report.note(
             f"WARNING: none of {agreement.drafted} first drafts was right; the MTP head of this checkpoint looks "
-            "broken "
-            "or untrained. Output stays right, but speculation will only cost time"
+            "broken or untrained. Output stays right, but speculation will only cost time"
         )
     if check.numerics.first_difference:
         report.note(
             f"WARNING: on this machine rows depend on their number (first at {check.numerics.first_difference}); "
-            "greedy "
-            "output may differ from plain decoding at near ties"
+            "greedy output may differ from plain decoding at near ties"
         )

@@ -92,19 +92,6 @@ class TensorInfo:
         """The whole tensor as float32."""
         return np.concatenate([*self.blocks(), np.zeros(0, np.float32)]).reshape(self.shape)
 
-    def sample(self) -> bytes:
-        """The raw bytes of a small tensor; of a large one, 18 blocks of 64 KiB, first and last included."""
-        block = 1 << 16
-        with self.file.open("rb") as stream:
-            if self.size <= 18 * block:
-                stream.seek(self.offset)
-                return stream.read(self.size)
-            pieces = []
-            for i in range(18):
-                stream.seek(self.offset + (self.size - block) * i // 17)
-                pieces.append(stream.read(block))
-            return b"".join(pieces)
-
     def rows(self, start: int, count: int) -> npt.NDArray[np.float32]:
         """`count` entries of the first axis from `start`, as float32."""
         width = self.size // max(self.shape[0], 1)

@@ -61,8 +61,7 @@ class Prompts:
         if self.tokenizer is None:
             raise RequestError(
                 f"{self._directory} has no tokenizer.json, so it takes no text; give prompt_ids, or build the "
-                "bundle from "
-                "a checkpoint with a tokenizer."
+                "bundle from a checkpoint with a tokenizer."
             )
         try:
             text.encode("utf-8")

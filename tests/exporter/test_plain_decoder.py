@@ -13,7 +13,7 @@ import pytest
 from mtp_exporter import reference
 from mtp_runtime import Model
 from mtp_tools.verify.checks import checks
-from tests.fixtures.checkpoints import edit_config
+from tests.fixtures.checkpoints import add_tensor, edit_config
 from tests.support import build_bundle, build_refused, load_model
 
 if importlib.util.find_spec("torch") is None:
@@ -122,6 +122,14 @@ def test_a_variant_that_the_graphs_do_not_compute_is_refused(tmp_path: Path, cha
     checkpoint = checkpoint_of(tmp_path / "model", "llama", tied=False)
     (checkpoint / "config.json").write_text(json.dumps(json.loads((checkpoint / "config.json").read_text()) | change))
     build_refused(checkpoint, tmp_path / "out", part)
+
+
+def test_rotary_frequencies_that_old_files_store_are_left_out_and_said(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path / "model", "llama", tied=False)
+    add_tensor(checkpoint, "model.layers.0.self_attn.rotary_emb.inv_freq", np.ones(8, np.float32))
+    notes: list[str] = []
+    build_bundle(checkpoint, tmp_path / "out", notes=notes)
+    assert any("ignored 1 stored rotary frequencies" in note for note in notes)
 
 
 def test_it_drafts_by_lookup(pair: tuple[Path, Model]) -> None:

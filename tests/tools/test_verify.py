@@ -14,7 +14,7 @@ from mtp_tools.verify.checks import checks
 from mtp_tools.verify.forced import ForcedDrafter
 from mtp_tools.verify.runs import CommitsEverything, run_against, run_plain, top_two
 from tests.fixtures.checkpoints import partial_checkpoint, random_checkpoint
-from tests.support import build_bundle, load_model, run_command
+from tests.support import build_bundle, command_refused, load_model, run_command
 
 PROMPT = [5, 6, 20]
 
@@ -129,9 +129,14 @@ def test_the_command_returns_one_when_a_check_fails_and_reads_every_byte(
 ) -> None:
     from mtp_tools.verify import cli
 
-    thorough: list[bool] = []
-    monkeypatch.setattr(cli, "open_bundle", lambda directory, thorough: thorough_.append(thorough))
-    thorough_ = thorough
+    asked: list[bool] = []
+    honest = cli.open_bundle
+
+    def opened(directory: Path, *, thorough: bool) -> object:
+        asked.append(thorough)
+        return honest(directory, thorough=thorough)
+
+    monkeypatch.setattr(cli, "open_bundle", opened)
     callback = cli.verify.callback
     assert callback is not None
     arguments = {"bundle": bundle, "new_tokens": 8, "long_tokens": 8, "quiet": True, "threads": 1}
@@ -140,7 +145,16 @@ def test_the_command_returns_one_when_a_check_fails_and_reads_every_byte(
     monkeypatch.setattr(cli, "checks", lambda *_: [checks_module.Line("broken", False)])
     assert callback(**arguments) == 1
     assert "NOT lossless" in capsys.readouterr().out
-    assert thorough == [True, True]
+    assert asked == [True, True]
+
+
+def test_a_context_as_short_as_a_verification_allows_holds_and_a_shorter_one_is_refused(tmp_path: Path) -> None:
+    """Neither may end in the verdict that the bundle is not lossless."""
+    checkpoint = partial_checkpoint(tmp_path / "checkpoint")
+    short = build_bundle(checkpoint, tmp_path / "short", draft_tokens=3, max_model_len=6)
+    assert [line.text for line in checks(load_model(short), 32, 32) if not line.holds] == []
+    shorter = build_bundle(checkpoint, tmp_path / "shorter", draft_tokens=3, max_model_len=5)
+    command_refused(run_command("mtp-run", "verify", shorter), "holds 5 tokens", "at least 6")
 
 
 def test_a_count_that_was_never_reached_fails(model: Model) -> None:

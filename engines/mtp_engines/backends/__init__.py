@@ -29,8 +29,7 @@ def open_engine(bundle: Bundle, threads: int = 0) -> Engine:
     if _numbers(here) < _numbers(built):
         raise BundleError(
             f"{bundle.directory} was built with ONNX Runtime {built}, this machine has {here}. Install {built} or "
-            "newer, or "
-            f"build it again here with `mtp-export build --model {manifest.source} --out {bundle.directory}`."
+            f"newer, or build it again here with `mtp-export build --model {manifest.source} --out {bundle.directory}`."
         )
     if threads == 0 and manifest.files[WEIGHTS].size < _ONE_THREAD_BYTES:
         threads = 1

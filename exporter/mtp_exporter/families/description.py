@@ -80,8 +80,7 @@ def check_duplicates(checkpoint: Checkpoint, description: Description) -> None:
         if checkpoint.tensors[left_out].digest() != checkpoint.tensors[kept].digest():
             raise CheckpointError(
                 f"{checkpoint.directory / 'config.json'} sets tie_word_embeddings, but {left_out!r} differs from "
-                f"{kept!r}. "
-                "Remove the flag to use the head as it is, or the tensor to use the embedding."
+                f"{kept!r}. Remove the flag to use the head as it is, or the tensor to use the embedding."
             )
 
 

@@ -47,6 +47,8 @@ def describe(checkpoint: Checkpoint, with_mtp: bool) -> Description:
     has_head = "lm_head.weight" in checkpoint.tensors
     twice = (("lm_head.weight", "model.embed_tokens.weight"),) if tied and has_head else ()
     ignored: dict[str, tuple[str, ...]] = {"tensors equal to the tied embedding": ("lm_head.weight",)} if twice else {}
+    if stored := tuple(name for name in checkpoint.tensors if name.endswith(".rotary_emb.inv_freq")):
+        ignored["stored rotary frequencies, which follow from rope_theta"] = stored
     assumed = f"config.json names no rope_theta; the default of {_ROPE_THETA:.0f} is used"
     notes = () if config.rope("rope_theta") else (assumed,)
     return Description(spec, tuple(_needs(spec)), ignored, None, (), twice, notes)

@@ -72,8 +72,7 @@ def _attention(config: Config) -> AttentionSpec:
     if heads % kv_heads:
         raise CheckpointError(
             f"{config.path} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the first "
-            "must be a "
-            "multiple of the second. Mend the file."
+            "must be a multiple of the second. Mend the file."
         )
     factor = config.rope("partial_rotary_factor")
     rotary = int(head_dim * (0.25 if factor is None else factor))

@@ -54,6 +54,5 @@ def _row(length: int, width: int, stats: Stats) -> str:
     positions = " / ".join(f"{rate:.2f}" for rate in values["acceptance_by_position"])
     return (
         f"| up to {length} tokens | {width} | {stats.drafted} | {stats.accepted} | {values['acceptance_rate']:.3f} | "
-        f"{positions} "
-        f"| {values['emitted_per_cycle']:.2f} |"
+        f"{positions} | {values['emitted_per_cycle']:.2f} |"
     )

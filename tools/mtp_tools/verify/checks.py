@@ -47,7 +47,8 @@ def checks(model: Model, new_tokens: int, long_tokens: int) -> Iterator[Line]:
             yield from _natural(model, plain, most, name)
         yield from _forced(model, plain, most, name, reached)
     yield _coverage(reached, most)
-    yield _control(model, prompts[0], min(new_tokens, room - len(prompts[0])), most)
+    shortest = min(prompts, key=len)
+    yield _control(model, shortest, min(new_tokens, room - len(shortest)), most)
     yield from _long(model, prompts[0], min(long_tokens, room - len(prompts[0])), most)
 
 

@@ -25,13 +25,18 @@ from mtp_tools.verify.checks import Line, checks
 def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, threads: int) -> int:
     """Prove that speculation changes nothing: tokens for every K, and every state after every cycle, bit by bit."""
     directory = find_bundle(bundle)
-    open_bundle(directory, thorough=True)
-    model = open_model(directory, threads)
-    least = model.manifest.limits.max_draft_tokens + 2
+    limits = open_bundle(directory, thorough=True).manifest.limits
+    least = limits.max_draft_tokens + 2
     if new_tokens < least:
         raise RequestError(
             f"--new-tokens is {new_tokens}; to accept all of {least - 2} drafts once takes at least {least}. Raise it."
         )
+    if limits.max_model_len <= least:
+        raise RequestError(
+            f"{directory} holds {limits.max_model_len} tokens, too few to accept all of {least - 2} drafts once. Build "
+            f"it with a --max-model-len of at least {least + 1}, or with a smaller --draft-tokens."
+        )
+    model = open_model(directory, threads)
     total, failed = 0, []
     for line in checks(model, new_tokens, long_tokens):
         total += 1
@@ -40,7 +45,7 @@ def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, 
         if not (quiet and line.holds):
             print(_shown(line), flush=True)
     verdict = "lossless" if not failed else f"NOT lossless: {len(failed)} failed"
-    print(f"{directory}: {verdict}, {total} checks, K = 0..{model.manifest.limits.max_draft_tokens}")
+    print(f"{directory}: {verdict}, {total} checks, K = 0..{limits.max_draft_tokens}")
     return 1 if failed else 0
 
 
