@@ -21,7 +21,6 @@ from mtp_engines.errors import BuildError, BundleError
 MANIFEST_FILE = "manifest.json"
 GRAPHS = "graphs"
 BACKBONE = f"{GRAPHS}/backbone.onnx"
-MTP = f"{GRAPHS}/mtp.onnx"
 WEIGHTS = f"{GRAPHS}/weights.data"
 _SUFFIX = ".partial"
 _SMALL = 64 << 20
@@ -42,8 +41,15 @@ class Bundle:
         return self.directory / BACKBONE
 
     @property
-    def mtp(self) -> Path | None:
-        return self.directory / MTP if self.manifest.model.mtp is not None else None
+    def mtp(self) -> tuple[Path, ...]:
+        """The graph of every trained depth of the draft head."""
+        head = self.manifest.model.mtp
+        return tuple(self.directory / mtp_graph(depth) for depth in range(head.depth if head else 0))
+
+
+def mtp_graph(depth: int) -> str:
+    """File of one trained depth of the draft head."""
+    return f"{GRAPHS}/mtp.{depth}.onnx" if depth else f"{GRAPHS}/mtp.onnx"
 
 
 @contextlib.contextmanager
@@ -156,7 +162,8 @@ def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:
     manifest = _read_manifest(path)
     for name, entry in manifest.files.items():
         _check_file(directory / name, entry, thorough)
-    for name in (BACKBONE, WEIGHTS, *([MTP] if manifest.model.mtp else [])):
+    depths = manifest.model.mtp.depth if manifest.model.mtp else 0
+    for name in (BACKBONE, WEIGHTS, *(mtp_graph(depth) for depth in range(depths))):
         if name not in manifest.files:
             raise BundleError(f"{path} does not list {name}, which every bundle has. Build the bundle again.")
     return Bundle(directory, manifest)

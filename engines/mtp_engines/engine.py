@@ -21,7 +21,7 @@ class Verified:
 
     Attributes:
         ids: int64[batch, logit_rows], the target's own choice after each of the last rows.
-        hidden: float32[batch, rows, hidden_size] at the head's tap. The engine owns the memory and
+        hidden: float32[batch, rows, tap_width] at the draft head's tap. The engine owns the memory and
             writes over it at the next verify.
     """
 
@@ -55,14 +55,14 @@ class Sequences(Protocol):
 
         Args:
             tokens: int64[batch, width]; row p is the token after position p.
-            hidden: float32[batch, width, hidden_size], the target's hidden state of position p.
+            hidden: float32[batch, width, tap_width], the target's hidden state of position p.
             rows: int64[batch], how many rows of each sequence count; the others are padding. The
                 drafts of a sequence with 0 rows mean nothing.
             draft_tokens: how many to propose; 0 only consumes.
 
         Returns:
             int64[batch, n], oldest first; n is smaller than asked when the head stops making sense
-            (a value that is not finite).
+            (a value that is not finite), or has fewer trained depths.
         """
 
     def logits(self, hidden: Floats) -> Floats:

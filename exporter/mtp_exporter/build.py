@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -15,19 +14,15 @@ import onnx_ir as ir
 
 from mtp_engines import bundle as bundles
 from mtp_engines.contracts.manifest import SCHEMA_VERSION, Limits, Manifest, Numerics, Parity
+from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError, BundleError
-from mtp_engines.lowering.onnxruntime_cpu import refuse_unsupported
 from mtp_exporter.check import Check, check_graphs
-from mtp_exporter.checkpoint import COPIED, Checkpoint, open_checkpoint
+from mtp_exporter.checkpoint import COPIED
 from mtp_exporter.end_tokens import end_tokens
-from mtp_exporter.families import describe
-from mtp_exporter.families.description import Description, Need, check_duplicates, claim
-from mtp_exporter.graft import graft_head
 from mtp_exporter.graphs import backbone_graph, mtp_graph
+from mtp_exporter.prepare import HiddenTap, Ingredients, Prepared, prepare
 from mtp_exporter.resolve import resolve
-from mtp_exporter.safetensors_file import TensorInfo
-from mtp_exporter.sample import sample_ids
-from mtp_exporter.source import Source
+from mtp_exporter.sample import SAMPLE_ROWS, sample_ids
 from mtp_exporter.weights import WeightWriter
 
 BACKEND: Literal["onnxruntime-cpu"] = "onnxruntime-cpu"
@@ -37,8 +32,6 @@ MAX_DRAFT_TOKENS = 15
 MAX_BATCH_SIZE = 256
 DEFAULT_MODEL_LEN = 8192
 _PACKAGES = ("mtp-export", "onnxruntime", "onnx-ir", "numpy", "tokenizers")
-
-Claimed = dict[str, tuple[Need, TensorInfo]]
 
 
 @dataclass(frozen=True)
@@ -51,9 +44,12 @@ class BuildOptions:
         weights: weight format of every matrix.
         max_model_len: tokens of prompt and answer together; None takes the model's own limit, at most 8192.
         max_batch_size: sequences that one engine can run together.
-        draft_tokens: the largest K that the bundle will accept.
+        draft_tokens: the largest K that the bundle will accept; None means 7, or the head's trained depths where
+            it has several.
         mtp: False leaves the MTP head out.
         mtp_from: checkpoint to take the head from, if this one lost it.
+        draft_model: directory of a separate draft (EAGLE) that becomes the bundle's head.
+        hidden_tap: which hidden state an MTP head is fed; None takes what its family was trained on.
     """
 
     model: str
@@ -61,9 +57,16 @@ class BuildOptions:
     weights: str = "fp32"
     max_model_len: int | None = None
     max_batch_size: int = 1
-    draft_tokens: int = DRAFT_TOKENS
+    draft_tokens: int | None = None
     mtp: bool = True
     mtp_from: str | None = None
+    draft_model: str | None = None
+    hidden_tap: HiddenTap | None = None
+
+    @property
+    def ingredients(self) -> Ingredients:
+        """Where the parts come from."""
+        return Ingredients(self.model, self.mtp, self.mtp_from, self.draft_model, self.hidden_tap)
 
 
 @dataclass(frozen=True)
@@ -102,36 +105,26 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
     """
     report = reporter or Reporter()
     _check_options(options)
-    source = resolve(options.model)
-    out = options.out or Path("bundles") / _name(options.model, source)
+    out = options.out or Path("bundles") / _name(options.model, resolve(options.model))
     # A link to another disk stays a link; the bundle goes where it points.
     out = out.resolve() if out.is_symlink() else out
     bundles.refuse_foreign(out)
-    checkpoint = open_checkpoint(source)
-    if options.mtp_from is not None:
-        checkpoint = graft_head(checkpoint, open_checkpoint(resolve(options.mtp_from)))
-        report.note(f"the MTP head is taken from {options.mtp_from}")
-    description = describe(checkpoint, options.mtp)
-    claimed = claim(checkpoint, description)
-    check_duplicates(checkpoint, description)
-    refuse_unsupported(description.spec)
-    for reason, keys in description.ignored.items():
-        report.note(f"ignored {len(keys)} {reason}")
-    for text in description.notes:
+    prepared = prepare(options.ingredients)
+    for text in prepared.notes:
         report.note(text)
-    if not (source / "tokenizer.json").is_file():
+    if not (prepared.directory / "tokenizer.json").is_file():
         report.note("the checkpoint has no tokenizer.json: the bundle will take and give token ids, no text")
-    manifest = _manifest(options, checkpoint, description, out)
+    manifest = _manifest(options, prepared, out)
     if not manifest.end_tokens:
         report.note("no end token was found: only a limit or a stop text will end a generation")
-    if reusable := _reusable(out, manifest, checkpoint, claimed):
+    if reusable := _reusable(out, manifest, prepared):
         report.note(f"{out} was built from the same checkpoint with the same options; it is used as it is")
         return Built(out, reusable, True)
-    needed = _weight_bytes(claimed)
+    needed = sum(prepared.distinct.values())
     try:
         with bundles.staging(out) as directory:
             _check_space(directory, needed)
-            return _build_in(directory, out, manifest, checkpoint, claimed, report)
+            return _build_in(directory, out, manifest, prepared, report)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = f"the disk is full, {needed / 1e9:.2f} GB are needed" if full else str(error.strerror or error)
@@ -143,16 +136,16 @@ def _name(model: str, source: Path) -> str:
     return source.resolve().name if Path(model).expanduser().exists() else model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _build_in(
-    directory: Path, out: Path, manifest: Manifest, checkpoint: Checkpoint, claimed: Claimed, report: Reporter
-) -> Built:
-    backbone, mtp, digests = _write_graphs(directory, manifest, claimed, report)
+def _build_in(directory: Path, out: Path, manifest: Manifest, prepared: Prepared, report: Reporter) -> Built:
+    checkpoint = prepared.checkpoint
+    backbone, heads, digests = _write_graphs(directory, manifest, prepared, report)
     for name in COPIED:
         if (checkpoint.directory / name).is_file():
             shutil.copyfile(checkpoint.directory / name, directory / name)
     report.phase("check against NumPy", len(manifest.model.layers), " layers")
-    ids = sample_ids(checkpoint.directory, manifest.model.vocab_size, manifest.limits.max_model_len)
-    check = check_graphs(manifest.model, manifest.limits, backbone, mtp, Source(claimed), ids, report.advance)
+    rows = min(SAMPLE_ROWS, manifest.limits.max_model_len)
+    ids = sample_ids(checkpoint.directory, manifest.model.vocab_size, rows)
+    check = check_graphs(manifest.model, manifest.limits, backbone, heads, prepared.source, ids, report.advance)
     _warn(check, report)
     complete = replace(
         manifest,
@@ -166,20 +159,19 @@ def _build_in(
 
 
 def _write_graphs(
-    directory: Path, manifest: Manifest, claimed: Claimed, report: Reporter
-) -> tuple[Path, Path | None, dict[str, str]]:
+    directory: Path, manifest: Manifest, prepared: Prepared, report: Reporter
+) -> tuple[Path, tuple[Path, ...], dict[str, str]]:
     (directory / bundles.GRAPHS).mkdir()
-    distinct = {need.key: tensor.size for need, tensor in claimed.values()}
-    report.phase("weights", sum(distinct.values()), "B")
-    with WeightWriter(directory / bundles.WEIGHTS, report.advance) as writer:
-        tensors = {role: writer.add(need, tensor) for role, (need, tensor) in claimed.items()}
+    report.phase("weights", sum(prepared.distinct.values()), "B")
+    with WeightWriter(directory / bundles.WEIGHTS, prepared.source, report.advance) as writer:
+        tensors = {role: writer.add(need) for role, (need, _) in prepared.claimed.items()}
     spec, limits = manifest.model, manifest.limits
     backbone = directory / bundles.BACKBONE
     ir.save(backbone_graph(spec, limits, tensors), backbone)
-    if spec.mtp is None:
-        return backbone, None, writer.digests
-    ir.save(mtp_graph(spec, limits, tensors), directory / bundles.MTP)
-    return backbone, directory / bundles.MTP, writer.digests
+    heads = tuple(directory / bundles.mtp_graph(depth) for depth in range(spec.mtp.depth if spec.mtp else 0))
+    for depth, path in enumerate(heads):
+        ir.save(mtp_graph(spec, limits, tensors, depth), path)
+    return backbone, heads, writer.digests
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -188,29 +180,27 @@ def _check_options(options: BuildOptions) -> None:
             f"--weights {options.weights} has no kernel on the backend {BACKEND}; use one of: "
             f"{', '.join(WEIGHT_FORMATS)}."
         )
-    if not 1 <= options.draft_tokens <= MAX_DRAFT_TOKENS:
+    if options.draft_tokens is not None and not 1 <= options.draft_tokens <= MAX_DRAFT_TOKENS:
         raise BuildError(
             f"--draft-tokens is {options.draft_tokens}, expected 1 to {MAX_DRAFT_TOKENS}. To build without "
             "speculation, use --no-mtp."
         )
     if not 1 <= options.max_batch_size <= MAX_BATCH_SIZE:
         raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected 1 to {MAX_BATCH_SIZE}.")
-    if options.mtp_from is not None and not options.mtp:
-        raise BuildError("--mtp-from takes a head and --no-mtp leaves it out; give one of them.")
     if options.max_model_len is not None and options.max_model_len < 2:
         raise BuildError(f"--max-model-len is {options.max_model_len}, expected at least 2.")
 
 
-def _manifest(options: BuildOptions, checkpoint: Checkpoint, description: Description, out: Path) -> Manifest:
+def _manifest(options: BuildOptions, prepared: Prepared, out: Path) -> Manifest:
     """Everything that is known before the first weight is read; the check's figures come later."""
-    spec = description.spec
+    spec = prepared.spec
     length = options.max_model_len or min(spec.max_position, DEFAULT_MODEL_LEN)
     if length > spec.max_position:
         raise BuildError(
             f"--max-model-len is {length}, but the model was made for {spec.max_position} positions. Choose at "
             "most that."
         )
-    limits = Limits(length, options.max_batch_size, options.draft_tokens)
+    limits = Limits(length, options.max_batch_size, _draft_tokens(options, spec))
     return Manifest(
         schema_version=SCHEMA_VERSION,
         name=out.name,
@@ -218,7 +208,7 @@ def _manifest(options: BuildOptions, checkpoint: Checkpoint, description: Descri
         limits=limits,
         backend=BACKEND,
         weights="fp32",
-        end_tokens=end_tokens(checkpoint),
+        end_tokens=end_tokens(prepared.checkpoint),
         source=options.model,
         source_digest="",
         parity=Parity(0, 0.0, "", 0.0),
@@ -228,7 +218,20 @@ def _manifest(options: BuildOptions, checkpoint: Checkpoint, description: Descri
     )
 
 
-def _reusable(out: Path, wanted: Manifest, checkpoint: Checkpoint, claimed: Claimed) -> Manifest | None:
+def _draft_tokens(options: BuildOptions, spec: ModelSpec) -> int:
+    """The largest K: with several trained depths, each proposes one token and none is used twice."""
+    depth = spec.mtp.depth if spec.mtp else 1
+    if depth == 1:
+        return options.draft_tokens or DRAFT_TOKENS
+    if (options.draft_tokens or 0) > depth:
+        raise BuildError(
+            f"--draft-tokens is {options.draft_tokens}, but the head has {depth} trained depths, which propose one "
+            f"token each. Choose at most {depth}."
+        )
+    return options.draft_tokens or depth
+
+
+def _reusable(out: Path, wanted: Manifest, prepared: Prepared) -> Manifest | None:
     """The manifest at `out` if it was made from the same input, to the last byte; a damaged bundle is built again."""
     if not (out / bundles.MANIFEST_FILE).is_file():
         return None
@@ -239,13 +242,8 @@ def _reusable(out: Path, wanted: Manifest, checkpoint: Checkpoint, claimed: Clai
     same = ("model", "limits", "weights", "backend", "versions", "end_tokens")
     if any(getattr(found, name) != getattr(wanted, name) for name in same):
         return None
-    digests = {need.key: tensor.digest() for need, tensor in claimed.values()}
-    return found if found.source_digest == checkpoint.digest(digests) else None
-
-
-def _weight_bytes(claimed: Claimed) -> int:
-    shapes = {(need.key, need.transform): need.shape for need, _ in claimed.values()}
-    return sum(prod(shape) * 4 for shape in shapes.values())
+    digests = {role: prepared.source.digest(role) for role in prepared.distinct}
+    return found if found.source_digest == prepared.checkpoint.digest(digests) else None
 
 
 def _check_space(directory: Path, needed: int) -> None:

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mtp_engines.errors import CheckpointError
+from mtp_exporter.quantised import StoredTensor, Unsupported, logical_tensors
 from mtp_exporter.safetensors_file import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
+_BLOCK_BYTES = 32 << 20
 COPIED = (
     "config.json",
     "generation_config.json",
@@ -35,12 +39,15 @@ class MissingShard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Headers of a checkpoint; no tensor data is read until `TensorInfo.blocks`."""
+    """Headers of a checkpoint; no tensor data is read until a tensor's `read` or `rows`."""
 
     directory: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    stored: dict[str, TensorInfo]
+    """What the files hold."""
+    tensors: dict[str, StoredTensor]
+    """What it stands for: quantised tensors under the names and shapes of the floats that they encode."""
     missing: tuple[MissingShard, ...] = ()
     declared_bytes: int | None = None
     """`total_size` of the index, if it has one."""
@@ -50,7 +57,7 @@ class Checkpoint:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors found."""
-        return sum(tensor.size for tensor in self.tensors.values())
+        return sum(tensor.size for tensor in self.stored.values())
 
     def require(self, name: str) -> None:
         """Refuse if `name` should lie in a shard that is not on disk.
@@ -59,21 +66,29 @@ class Checkpoint:
             CheckpointError: names the shard, the index, how many tensors it held and this one.
         """
         for shard in self.missing:
-            if name in shard.tensors:
+            if name in shard.tensors or self._lacks_part(name, shard):
                 raise CheckpointError(
                     f"{self.directory / shard.file} is missing: {self._index} names it for {len(shard.tensors)} "
                     f"tensors, among them {name!r}. Fetch the file, or the whole checkpoint, again."
                 )
 
-    def digest(self, tensor_digests: Mapping[str, str]) -> str:
-        """sha256 over every small file that a bundle copies and over the digests of the tensors it uses."""
+    def _lacks_part(self, name: str, shard: MissingShard) -> bool:
+        """Whether the shard should hold a part of a quantised tensor that cannot be read without it."""
+        stem = name.removesuffix("weight")
+        unread = isinstance(self.tensors.get(name), Unsupported) or name not in self.tensors
+        return unread and stem != name and any(part.startswith(stem) for part in shard.tensors)
+
+    def names(self, name: str) -> bool:
+        """Whether the files or the index know a tensor of this name."""
+        return name in self.tensors or any(name in shard.tensors for shard in self.missing)
+
+    def digest(self, digests: Mapping[str, str]) -> str:
+        """sha256 over every small file that a bundle copies and over the digests of the values it uses."""
         state = hashlib.sha256()
         for name in COPIED:
             path = self.directory / name
             state.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b"") + b"\0")
-        for name, digest in sorted(tensor_digests.items()):
-            tensor = self.tensors[name]
-            state.update(repr((name, tensor.dtype, tensor.shape, digest)).encode())
+        state.update(repr(sorted(digests.items())).encode())
         return state.hexdigest()
 
 
@@ -106,7 +121,16 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             "belong together. Fetch the index, or remove the files that do not belong."
         )
     tensors = read_header(directory / found[0])
-    return Checkpoint(directory, config, generation_config, tensors)
+    return Checkpoint(directory, config, generation_config, tensors, logical_tensors(tensors, config))
+
+
+def same_values(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have one shape and equal values everywhere."""
+    if a.shape != b.shape:
+        return False
+    step = max(_BLOCK_BYTES // max(4 * math.prod(a.shape[1:]), 1), 1)
+    counts = [(start, min(step, a.shape[0] - start)) for start in range(0, a.shape[0], step)]
+    return all(np.array_equal(a.rows(*part), b.rows(*part)) for part in counts)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -167,6 +191,7 @@ def _open_sharded(
         config,
         generation,
         tensors,
+        logical_tensors(tensors, config),
         tuple(missing),
         int(total) if isinstance(total, (int, float)) and math.isfinite(total) else None,
         tuple(name for name in found if name not in names),

@@ -12,8 +12,11 @@ from tqdm import tqdm
 
 from mtp_engines.command import run_command
 from mtp_exporter.build import BACKEND, DRAFT_TOKENS, BuildOptions, Built, Reporter, build
+from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
+from mtp_exporter.compare_text import as_lines, as_report
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_exporter.inspect_text import as_text
+from mtp_exporter.prepare import HiddenTap, Ingredients
 from mtp_exporter.resolve import resolve
 
 
@@ -30,8 +33,10 @@ def group() -> None:
 @click.option("--weights", default="fp32", show_default=True, help=f"Weight format; {BACKEND} has fp32.")
 @click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: up to 8192]")
 @click.option("--max-batch-size", default=1, show_default=True, help="Most sequences run together.")
-@click.option("--draft-tokens", default=DRAFT_TOKENS, show_default=True, help="Largest K that a request may ask for.")
+@click.option("--draft-tokens", type=int, help=f"Largest K that a request may ask for.  [default: {DRAFT_TOKENS}]")
 @click.option("--mtp-from", help="Checkpoint to take the MTP head from, if this one lost it.")
+@click.option("--draft-model", help="Separate draft (EAGLE) that becomes the head of the bundle.")
+@click.option("--hidden-tap", type=click.Choice(["post-norm", "pre-norm"]), help="Hidden state that the head is fed.")
 @click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
 def build_command(
     checkpoint: str | None,
@@ -40,15 +45,28 @@ def build_command(
     weights: str,
     max_model_len: int | None,
     max_batch_size: int,
-    draft_tokens: int,
+    draft_tokens: int | None,
     mtp_from: str | None,
+    draft_model: str | None,
+    hidden_tap: HiddenTap | None,
     no_mtp: bool,
 ) -> None:
     """Build a bundle: graphs, weights, tokenizer and manifest, checked before it appears."""
     if (model is None) == (checkpoint is None):
         raise click.UsageError("give the checkpoint once, with --model or alone.")
     name = checkpoint if model is None else model
-    options = BuildOptions(str(name), out, weights, max_model_len, max_batch_size, draft_tokens, not no_mtp, mtp_from)
+    options = BuildOptions(
+        str(name),
+        out,
+        weights,
+        max_model_len,
+        max_batch_size,
+        draft_tokens,
+        mtp=not no_mtp,
+        mtp_from=mtp_from,
+        draft_model=draft_model,
+        hidden_tap=hidden_tap,
+    )
     with _Bars() as bars:
         built = build(options, Reporter(bars.phase, bars.advance, bars.note))
     print(_summary(built))
@@ -61,6 +79,23 @@ def inspect_command(checkpoint: str, as_json: bool) -> None:
     """Say what a checkpoint is, whether it is complete, and what could not be exported. Reads headers only."""
     report = inspect_checkpoint(resolve(checkpoint))
     print(json.dumps(report, indent=1) if as_json else as_text(report))
+
+
+@group.command("check")
+@click.argument("checkpoint")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--rows", default=DEFAULT_ROWS, show_default=True, help="Tokens of the text that both run over.")
+@click.option("--mtp-from", help="Checkpoint that the head was taken from.")
+@click.option("--draft-model", help="Separate draft that became the head.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check_command(
+    checkpoint: str, bundle: Path, rows: int, mtp_from: str | None, draft_model: str | None, as_json: bool
+) -> int:
+    """Compare a bundle with its checkpoint stage by stage and name the first stage that differs."""
+    ingredients = Ingredients(checkpoint, mtp_from=mtp_from, draft_model=draft_model)
+    comparison = compare_bundle(ingredients, bundle, rows)
+    print(json.dumps(as_report(comparison), indent=1) if as_json else as_lines(comparison))
+    return 1 if comparison.first_difference else 0
 
 
 def main() -> None:

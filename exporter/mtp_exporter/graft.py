@@ -8,6 +8,7 @@ from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families import describe
+from mtp_exporter.families.description import Wanted, differing_copies
 
 _OWN = ("tied_head", "max_position", "mtp")
 """Fields in which a fine-tune may differ from its base without harm to the head."""
@@ -19,14 +20,17 @@ def graft_head(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: the base has no complete head, or the two models differ in a size or convention.
     """
-    source = describe(base)
-    if source.spec.mtp is None:
+    description = describe(base)
+    if own := differing_copies(base, description):
+        description = describe(base, Wanted(own_copies=own))
+    if description.spec.mtp is None:
         raise CheckpointError(f"{base.directory} has no MTP head to take; name a checkpoint that has one.")
-    _compare(describe(checkpoint, with_mtp=False).spec, source.spec, checkpoint, base)
-    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in source.mtp_keys}
-    taken = {name: base.tensors[name] for name in source.mtp_keys}
+    _compare(describe(checkpoint, Wanted(mtp=False)).spec, description.spec, checkpoint, base)
+    head = {part.key for need in description.needs if need.role.startswith("mtp.") for part in need.parts}
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in head}
+    taken = {name: base.tensors[name] for name in head}
     lost = tuple(
-        replace(shard, tensors=tuple(name for name in shard.tensors if name not in source.mtp_keys))
+        replace(shard, tensors=tuple(name for name in shard.tensors if name not in head))
         for shard in checkpoint.missing
     )
     return replace(checkpoint, tensors=kept | taken, missing=tuple(shard for shard in lost if shard.tensors))

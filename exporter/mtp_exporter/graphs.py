@@ -1,4 +1,4 @@
-"""The two canonical graphs of a model: backbone and MTP head."""
+"""The canonical graphs of a model: the backbone, and one for each trained depth of the draft head."""
 
 from __future__ import annotations
 
@@ -8,138 +8,144 @@ import onnx_ir as ir
 
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
-from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec
-from mtp_engines.lowering.commit import factor_shapes
-from mtp_exporter.layers.attention import Positions, attention, rotary_tables
-from mtp_exporter.layers.basic import gated_mlp, linear, rms_norm
-from mtp_exporter.layers.gated_delta import gated_delta
+from mtp_engines.contracts.model import LayerSpec, ModelSpec, MtpSpec
+from mtp_exporter.layers.basic import linear
+from mtp_exporter.layers.decoder import ROWS, Decoder
 from mtp_exporter.layers.weights import Weights
-from mtp_plugins.graph import DOMAIN, Axis, GraphBuilder
+from mtp_plugins.graph import DOMAIN, GraphBuilder
 from mtp_plugins.registry import OPERATORS
 
 Tensors = Mapping[str, ir.ExternalTensor]
-_ROWS = ("batch", "rows")
+
+
+def head_role(depth: int) -> str:
+    """What the roles of one trained depth of the draft head start with."""
+    return f"mtp.{depth}." if depth else "mtp."
 
 
 def backbone_graph(spec: ModelSpec, limits: Limits, tensors: Tensors) -> ir.Model:
-    """input_ids -> logits of the last rows, hidden states of all rows, caches, states, replay factors."""
+    """input_ids -> logits of the last rows, hidden states of all rows, taps, caches, states, replay factors."""
     g = GraphBuilder("backbone")
     w = Weights(g, tensors)
-    input_ids = g.input(names.INPUT_IDS, "int64", _ROWS)
-    positions = _positions(g, spec.layers, limits)
+    input_ids = g.input(names.INPUT_IDS, "int64", ROWS)
+    decoder = Decoder(g, spec.layers, limits, spec.norm_epsilon)
     logit_rows = g.input(names.LOGIT_ROWS, "int64", [1])
-    x = g.op("Gather", w["embedding"], input_ids, axis=0)
+    residuals = [g.op("Gather", w["embedding"], input_ids, axis=0)]
     for index, layer in enumerate(spec.layers):
-        g.label(names.residual(index), x, "float32", [*_ROWS, spec.hidden_size])
         with g.scope(f"layers.{index}"):
-            x = _layer(g, x, w.below(f"layers.{index}."), spec, layer, index, positions)
-    g.label(names.residual(len(spec.layers)), x, "float32", [*_ROWS, spec.hidden_size])
-    hidden = rms_norm(g, x, w["final_norm"], spec.norm_epsilon)
-    _outputs(g, spec, hidden, names.HIDDEN, w["head"], logit_rows)
+            residuals.append(decoder.layer(residuals[-1], w.below(f"layers.{index}."), layer, index))
+    for index, value in enumerate(residuals):
+        g.label(names.residual(index), value, "float32", [*ROWS, spec.hidden_size])
+    hidden = decoder.norm(residuals[-1], w["final_norm"])
+    if spec.mtp is not None and spec.mtp.taps:
+        tap = g.op("Concat", *(residuals[index] for index in spec.mtp.taps), axis=-1)
+        g.output(names.TAP, tap, "float32", [*ROWS, spec.tap_width])
+    g.output(names.HIDDEN, hidden, "float32", [*ROWS, spec.hidden_size])
+    _logits(g, hidden, w["head"], logit_rows, spec.vocab_size)
     return _model(g)
 
 
-def mtp_graph(spec: ModelSpec, limits: Limits, tensors: Tensors) -> ir.Model:
-    """input_ids and hidden_states -> logits of the last rows, the head's own hidden states, its cache.
+def mtp_graph(spec: ModelSpec, limits: Limits, tensors: Tensors, depth: int = 0) -> ir.Model:
+    """input_ids and the target's hidden states -> logits of the last rows, the head's own states, its cache.
 
-    Row p takes the token after position p and the target's hidden state of position p, or the head's
-    own output in a chained step.
+    Row p takes the token after position p (depth j: the one j further on) and the target's hidden state of
+    position p, or the head's own output in a chained step.
     """
-    assert spec.mtp is not None
+    mtp = spec.mtp
+    assert mtp is not None
     g = GraphBuilder("mtp")
     w = Weights(g, tensors)
-    input_ids = g.input(names.INPUT_IDS, "int64", _ROWS)
-    hidden_in = g.input(names.HIDDEN, "float32", [*_ROWS, spec.hidden_size])
-    positions = _positions(g, (spec.mtp.layer,), limits)
+    own = w.below(head_role(depth))
+    layer = mtp.layers[depth]
+    input_ids = g.input(names.INPUT_IDS, "int64", ROWS)
+    stages = _Stages(g, mtp.hidden_size)
+    hidden = _hidden_input(g, spec, mtp, own, stages)
+    decoder = Decoder(g, (layer,), limits, mtp.norm_epsilon or spec.norm_epsilon)
     logit_rows = g.input(names.LOGIT_ROWS, "int64", [1])
-    embedding = rms_norm(
-        g, g.op("Gather", w["embedding"], input_ids, axis=0), w["mtp.embedding_norm"], spec.norm_epsilon
-    )
-    hidden = rms_norm(g, hidden_in, w["mtp.hidden_norm"], spec.norm_epsilon)
-    # The order the projection was trained on; swapped, it still runs and drafts noise.
-    parts = (embedding, hidden) if spec.mtp.concat == "embedding_first" else (hidden, embedding)
-    x = linear(g, g.op("Concat", *parts, axis=-1), w["mtp.projection"])
+    embedding = g.op("Gather", w["mtp.embedding" if mtp.own_embedding else "embedding"], input_ids, axis=0)
+    if mtp.input_norms:
+        embedding = stages.keep("embedding_norm", decoder.norm(embedding, own["embedding_norm"]))
+        normed = stages.keep("hidden_norm", decoder.norm(hidden, own["hidden_norm"]))
+    else:
+        normed = hidden
+    # The order the head was trained on; swapped, it still runs and drafts noise.
+    pair = (embedding, normed) if mtp.concat == "embedding_first" else (normed, embedding)
+    joined: ir.Value | None = stages.keep("concatenation", g.op("Concat", *pair, axis=-1), 2 * mtp.hidden_size)
+    if mtp.join == "projection":
+        assert joined is not None
+        x = linear(g, joined, own["projection"])
+        x = stages.keep("projection", g.op("Add", x, own["projection_bias"]) if mtp.join_bias else x)
+        joined = None
+    else:
+        x = normed if mtp.residual_normed else hidden
     with g.scope("layer"):
-        x = _layer(g, x, w.below("mtp.layer."), spec, spec.mtp.layer, 0, positions)
-    out = rms_norm(g, x, w["mtp.output_norm"], spec.norm_epsilon)
-    _outputs(g, spec, out, names.HIDDEN_OUT, w["head"], logit_rows)
+        x = _head_layer(g, stages, decoder, own.below("layer."), layer, x, joined)
+    out = stages.keep("output", decoder.norm(x, own["output_norm"])) if mtp.output_norm else x
+    g.output(names.HIDDEN_OUT, out, "float32", [*ROWS, mtp.hidden_size])
+    if mtp.chain == "residual" and mtp.output_norm:
+        g.output(names.CHAIN_OUT, x, "float32", [*ROWS, mtp.hidden_size])
+    _head_logits(g, spec, mtp, w, out, logit_rows)
     return _model(g)
 
 
-def _positions(g: GraphBuilder, layers: tuple[LayerSpec, ...], limits: Limits) -> Positions | None:
-    mixer = next((layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)), None)
-    if mixer is None:
-        return None
-    position_ids = g.input(names.POSITION_IDS, "int64", _ROWS)
-    past_length = g.input(names.PAST_LENGTH, "int64", ["batch"])
-    return Positions(position_ids, past_length, *rotary_tables(g, mixer, limits.capacity))
+class _Stages:
+    """Names values of the head, so that tools can cut the graph there."""
+
+    def __init__(self, g: GraphBuilder, width: int) -> None:
+        self._g, self._width = g, width
+
+    def keep(self, name: str, value: ir.Value, width: int | None = None) -> ir.Value:
+        """The value under the name of its stage."""
+        self._g.label(names.stage(name), value, "float32", [*ROWS, width or self._width])
+        return value
 
 
-def _layer(
+def _hidden_input(g: GraphBuilder, spec: ModelSpec, mtp: MtpSpec, w: Weights, stages: _Stages) -> ir.Value:
+    """The target's rows, then the head's own; where only the former go through a matrix, both are inputs."""
+    tap = g.input(names.tap_of(mtp), "float32", ["batch", "tap_rows" if mtp.tap_projection else "rows", spec.tap_width])
+    if not mtp.tap_projection:
+        return tap
+    chained = g.input(names.CHAIN, "float32", ["batch", "chain_rows", mtp.hidden_size])
+    return stages.keep("projection", g.op("Concat", linear(g, tap, w["tap_projection"]), chained, axis=1))
+
+
+def _head_layer(
     g: GraphBuilder,
-    x: ir.Value,
+    stages: _Stages,
+    decoder: Decoder,
     w: Weights,
-    spec: ModelSpec,
     layer: LayerSpec,
-    index: int,
-    positions: Positions | None,
-) -> ir.Value:
-    """x + mixer(norm(x)), then x + mlp(norm(x)); caches and states become inputs and outputs of the graph."""
-    normed = rms_norm(g, x, w["input_norm"], spec.norm_epsilon)
-    if isinstance(layer.mixer, AttentionSpec):
-        assert positions is not None
-        mixed = _attention(g, normed, w.below("mixer."), layer.mixer, spec, index, positions)
-    else:
-        mixed = _gated_delta(g, normed, w.below("mixer."), layer.mixer, spec, index)
-    x = g.op("Add", x, mixed)
-    return g.op("Add", x, gated_mlp(g, rms_norm(g, x, w["post_norm"], spec.norm_epsilon), w.below("mlp.")))
-
-
-def _attention(
-    g: GraphBuilder,
     x: ir.Value,
-    w: Weights,
-    mixer: AttentionSpec,
-    spec: ModelSpec,
-    index: int,
-    positions: Positions,
+    attention_input: ir.Value | None,
 ) -> ir.Value:
-    shape: list[Axis] = ["batch", mixer.num_kv_heads, "capacity", mixer.head_dim]
-    cache = (
-        g.input(names.past_key(index), "float32", shape),
-        g.input(names.past_value(index), "float32", shape),
-    )
-    output, key, value = attention(g, x, w, mixer, spec.norm_epsilon, positions, cache)
-    g.output(names.present_key(index), key, "float32", shape)
-    g.output(names.present_value(index), value, "float32", shape)
-    return output
+    """A decoder layer with every stage named; `attention_input` None takes the normed x."""
+    if attention_input is None:
+        attention_input = x
+        if layer.input_norm:
+            attention_input = stages.keep("attention_input", decoder.norm(x, w["input_norm"]))
+    mixed = stages.keep("attention", decoder.mixer(attention_input, w.below("mixer."), layer.mixer, 0))
+    x = stages.keep("first_residual", g.op("Add", x, mixed))
+    normed = stages.keep("mlp_input", decoder.norm(x, w["post_norm"]))
+    mlp = stages.keep("mlp", decoder.mlp(normed, w.below("mlp."), layer.mlp))
+    return stages.keep("second_residual", g.op("Add", x, mlp))
 
 
-def _gated_delta(
-    g: GraphBuilder, x: ir.Value, w: Weights, mixer: GatedDeltaSpec, spec: ModelSpec, index: int
-) -> ir.Value:
-    conv_shape: list[Axis] = ["batch", mixer.conv_kernel - 1, mixer.conv_width]
-    state_shape: list[Axis] = ["batch", mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim]
-    state = (
-        g.input(names.past_conv(index), "float32", conv_shape),
-        g.input(names.past_recurrent(index), "float32", state_shape),
-    )
-    output, (conv, recurrent), factors = gated_delta(g, x, w, mixer, spec.norm_epsilon, state)
-    g.output(names.present_conv(index), conv, "float32", conv_shape)
-    g.output(names.present_recurrent(index), recurrent, "float32", state_shape)
-    for name, shape in factor_shapes(mixer).items():
-        g.output(names.factor(index, name), factors[name], "float32", [*_ROWS, *shape])
-    return output
-
-
-def _outputs(
-    g: GraphBuilder, spec: ModelSpec, hidden: ir.Value, name: str, head: ir.Value, logit_rows: ir.Value
+def _head_logits(
+    g: GraphBuilder, spec: ModelSpec, mtp: MtpSpec, w: Weights, hidden: ir.Value, logit_rows: ir.Value
 ) -> None:
+    vocab = mtp.draft_vocab_size or spec.vocab_size
+    logits = _logits(g, hidden, w["mtp.head" if mtp.own_head else "head"], logit_rows, vocab)
+    if mtp.draft_vocab_size is not None:
+        ids = g.op("Gather", w["mtp.ids"], g.op("ArgMax", logits, axis=-1, keepdims=0), axis=0)
+        g.output(names.DRAFT_IDS, ids, "int64", ["batch", "logit_rows"])
+
+
+def _logits(g: GraphBuilder, hidden: ir.Value, head: ir.Value, logit_rows: ir.Value, vocab_size: int) -> ir.Value:
     end = g.constant([9223372036854775807])
     start = g.op("Sub", g.op("Shape", hidden, start=1, end=2), logit_rows)
-    last = g.op("Slice", hidden, start, end, g.constant([1]))
-    g.output(name, hidden, "float32", [*_ROWS, spec.hidden_size])
-    g.output(names.LOGITS, linear(g, last, head), "float32", ["batch", "logit_rows", spec.vocab_size])
+    logits = linear(g, g.op("Slice", hidden, start, end, g.constant([1])), head)
+    g.output(names.LOGITS, logits, "float32", ["batch", "logit_rows", vocab_size])
+    return logits
 
 
 def _model(g: GraphBuilder) -> ir.Model:

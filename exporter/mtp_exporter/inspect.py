@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtp_engines.contracts.model import AttentionSpec, ModelSpec
+from mtp_engines.contracts.model import GatedDeltaSpec, ModelSpec, MoeSpec
 from mtp_engines.errors import CheckpointError
+from mtp_engines.lowering.caches import cache_bytes_per_token
 from mtp_exporter.build import MAX_DRAFT_TOKENS
 from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
 from mtp_exporter.end_tokens import end_tokens
 from mtp_exporter.families import describe
-from mtp_exporter.families.description import Description, claim
+from mtp_exporter.families.description import Description, Wanted, claim
+from mtp_exporter.weights import stored_bytes
 
 
 def inspect_checkpoint(directory: Path) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def _describe(checkpoint: Checkpoint, problems: list[str]) -> Description | None
         problems.append(str(error))
     for with_mtp in (True, False):
         try:
-            return describe(checkpoint, with_mtp)
+            return describe(checkpoint, Wanted(mtp=with_mtp))
         except CheckpointError:
             continue
     return None
@@ -113,13 +116,14 @@ def _mtp(checkpoint: Checkpoint, description: Description | None) -> dict[str, A
         "tensors_expected": len(description.mtp_keys),
         "tensors_found": len(found),
         "first_missing": next((key for key in description.mtp_keys if key not in checkpoint.tensors), None),
-        "hidden_tap": head.hidden_tap if head else None,
+        "depths": head.depth if head else 0,
+        "hidden_tap": head.tap if head else None,
         "concat": head.concat if head else None,
     }
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
-    pattern = "".join("F" if isinstance(layer.mixer, AttentionSpec) else "L" for layer in spec.layers)
+    pattern = "".join("L" if isinstance(layer.mixer, GatedDeltaSpec) else "F" for layer in spec.layers)
     return {
         "layers": len(spec.layers),
         "layer_pattern": pattern,
@@ -128,7 +132,9 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "tied_head": spec.tied_head,
         "max_position": spec.max_position,
         "norm_epsilon": spec.norm_epsilon,
-        "mixers": {layer.mixer.kind: vars(layer.mixer) for layer in spec.layers},
+        "mixers": {layer.mixer.kind: asdict(layer.mixer) for layer in spec.layers},
+        "mlps": {layer.mlp.kind: asdict(layer.mlp) for layer in spec.layers},
+        "moe_layers": sum(isinstance(layer.mlp, MoeSpec) for layer in spec.layers),
     }
 
 
@@ -136,10 +142,10 @@ def _memory(description: Description) -> dict[str, Any]:
     """Bytes in float32, as the CPU engine keeps them."""
     spec = description.spec
     row = spec.factor_bytes_per_row
-    shapes = {need.key: need.shape for need in description.needs}
+    sizes = {(need.source, need.transform): stored_bytes(need) for need in description.needs}
     return {
-        "weight_bytes": sum(prod(shape) * 4 for shape in shapes.values()),
-        "kv_bytes_per_token": spec.kv_bytes_per_token,
+        "weight_bytes": sum(sizes.values()),
+        "kv_bytes_per_token": cache_bytes_per_token(spec),
         "state_bytes_per_sequence": spec.state_bytes_per_sequence,
         "replay_factor_bytes_by_draft_tokens": {str(k): (k + 1) * row if k else 0 for k in range(MAX_DRAFT_TOKENS + 1)},
     }

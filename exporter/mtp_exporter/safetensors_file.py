@@ -92,6 +92,25 @@ class TensorInfo:
         """The whole tensor as float32."""
         return np.concatenate([*self.blocks(), np.zeros(0, np.float32)]).reshape(self.shape)
 
+    def read_integers(self) -> npt.NDArray[np.int64]:
+        """The whole tensor as int64.
+
+        Raises:
+            CheckpointError: the dtype is no whole number.
+        """
+        dtype = {"I64": np.int64, "I32": np.int32}.get(self.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"Tensor {self.name!r} in {self.file} has dtype {self.dtype}, expected I64 or I32. Fetch "
+                "the file again."
+            )
+        return np.frombuffer(b"".join(self.raw_blocks()), dtype).astype(np.int64).reshape(self.shape)
+
+    @property
+    def parts(self) -> tuple[TensorInfo, ...]:
+        """Every tensor on disk that it reads: itself."""
+        return (self,)
+
     def rows(self, start: int, count: int) -> npt.NDArray[np.float32]:
         """`count` entries of the first axis from `start`, as float32."""
         width = self.size // max(self.shape[0], 1)

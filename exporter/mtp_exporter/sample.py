@@ -15,12 +15,12 @@ _TEXT = (
     "value was found, it returns an empty list. This is useful when you want to check whether a name is in use before "
     "you create a new object with the same name."
 )
-_ROWS = 48
+SAMPLE_ROWS = 48
+"""What a build checks."""
 
 
-def sample_ids(directory: Path, vocab_size: int, max_rows: int) -> npt.NDArray[np.int64]:
-    """int64[rows]: a short English text, or seeded ids where the checkpoint has no tokenizer to read it."""
-    count = min(_ROWS, max_rows)
+def sample_ids(directory: Path, vocab_size: int, count: int) -> npt.NDArray[np.int64]:
+    """int64[count]: an English text, or seeded ids where the checkpoint has no tokenizer to read it, or too short."""
     tokenizer = directory / "tokenizer.json"
     if tokenizer.is_file():
         ids = [i for i in _encode(tokenizer) if i < vocab_size]

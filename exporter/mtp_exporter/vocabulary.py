@@ -1,4 +1,4 @@
-"""Greedy choices of the vocabulary head, a block of the vocabulary at a time."""
+"""Greedy choices of a vocabulary head, a block of the vocabulary at a time."""
 
 from __future__ import annotations
 
@@ -11,35 +11,32 @@ import onnx_ir as ir
 
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
-from mtp_engines.contracts.model import ModelSpec
-from mtp_engines.lowering.heads import head_model
+from mtp_engines.lowering.heads import HEAD_PRODUCT, head_model
 from mtp_exporter.source import Source
-from mtp_plugins.arrays import Array
+from mtp_exporter.trace import Pair
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
 _BLOCK_BYTES = 128 << 20
 
 
 def choices(
-    spec: ModelSpec,
-    backbone: Path,
-    source: Source,
-    hidden: npt.NDArray[np.float32],
-    compare: Callable[[str, Array, Array], None],
+    graph: Path, source: Source, role: str, hidden: npt.NDArray[np.float32], compare: Callable[[Pair], None]
 ) -> npt.NDArray[np.int64]:
-    """int64[rows]: the first best id of each row float32[rows, hidden_size].
+    """int64[rows]: the first best row of the vocabulary head for each row float32[rows, width].
 
-    Each block of logits is computed by the written graph and compared with NumPy over the checkpoint.
+    Each block of logits is computed by the head of the written graph and compared with NumPy over the
+    checkpoint's tensor of this role.
     """
-    weight = head_weight(backbone)
+    weight = _head_weight(graph)
+    vocab_size, width = source.need(role).shape
     best = np.full(len(hidden), -np.inf, np.float32)
     picked = np.zeros(len(hidden), np.int64)
-    block = max(_BLOCK_BYTES // (4 * spec.hidden_size), 1)
-    for start in range(0, spec.vocab_size, block):
-        rows = min(block, spec.vocab_size - start)
-        session = open_session(_block_model(spec, weight, start, rows), backbone.parent)
+    block = max(_BLOCK_BYTES // (4 * width), 1)
+    for start in range(0, vocab_size, block):
+        rows = min(block, vocab_size - start)
+        session = open_session(_block_model(weight, width, start, rows), graph.parent)
         (logits,) = session.run([names.LOGITS], {names.HIDDEN: hidden})
-        compare(names.LOGITS, logits, hidden @ source.rows("head", start, rows).T)
+        compare(Pair(names.LOGITS, logits, hidden @ source.rows(role, start, rows).T))
         top = logits.argmax(-1)
         value = logits[np.arange(len(hidden)), top]
         picked = np.where(value > best, top + start, picked)
@@ -47,17 +44,17 @@ def choices(
     return picked
 
 
-def head_weight(backbone: Path) -> ir.ExternalTensor:
-    """The vocabulary head's matrix as the backbone graph refers to it."""
-    (value,) = head_model(ir.load(backbone)).graph.initializers.values()
-    tensor = value.const_value
-    assert isinstance(tensor, ir.ExternalTensor)
-    return tensor
+def _head_weight(graph: Path) -> ir.ExternalTensor:
+    """The vocabulary head's matrix as a graph refers to it."""
+    model = head_model(ir.load(graph))
+    (product,) = (node for node in model.graph if node.op_type == HEAD_PRODUCT)
+    value = product.inputs[1]
+    assert value is not None and isinstance(value.const_value, ir.ExternalTensor)
+    return value.const_value
 
 
-def _block_model(spec: ModelSpec, weight: ir.ExternalTensor, start: int, rows: int) -> ir.Model:
-    """The head restricted to `rows` ids from `start`: the same bytes of the weight file."""
-    width = spec.hidden_size
+def _block_model(weight: ir.ExternalTensor, width: int, start: int, rows: int) -> ir.Model:
+    """The head restricted to `rows` rows from `start`: the same bytes of the weight file."""
     assert weight.offset is not None
     part = ir.ExternalTensor(
         weight.location,
@@ -70,6 +67,6 @@ def _block_model(spec: ModelSpec, weight: ir.ExternalTensor, start: int, rows: i
     )
     g = GraphBuilder("head block")
     hidden = g.input(names.HIDDEN, "float32", ["rows", width])
-    scores = g.op("FusedMatMul", hidden, g.initializer("head.block", part), domain=CONTRIB, transB=1)
+    scores = g.op(HEAD_PRODUCT, hidden, g.initializer("head.block", part), domain=CONTRIB, transB=1)
     g.output(names.LOGITS, scores, "float32", ["rows", rows])
     return g.model(domains=[CONTRIB])

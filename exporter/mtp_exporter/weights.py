@@ -9,19 +9,29 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from mtp_engines.errors import CheckpointError
 from mtp_exporter.families.description import Need
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.quantised import StoredTensor
+from mtp_exporter.source import Source
 
 _PAGE = 4096
 _SMALL = 1 << 20
 _LINE = 64
 
 Progress = Callable[[int], None]
-"""Told the number of checkpoint bytes just read."""
+"""Told the number of bytes just written."""
+
+
+def stored_bytes(need: Need) -> int:
+    """Bytes of a need in the weight file: float32, or int64 for ids."""
+    return prod(need.shape) * (8 if need.transform == "row_to_id" else 4)
+
+
+def shared_key(need: Need, tensors: tuple[StoredTensor, ...]) -> object:
+    """Equal for roles that have the same values: same places in the same files, same transform."""
+    parts = tuple((tensor.file, part) for part, tensor in zip(need.parts, tensors, strict=True))
+    return parts, need.transform
 
 
 class WeightWriter:
@@ -30,12 +40,12 @@ class WeightWriter:
     Never more than one block of a tensor is in memory. A tensor that two roles share is written once.
     """
 
-    def __init__(self, path: Path, progress: Progress) -> None:
-        self._path, self._progress = path, progress
+    def __init__(self, path: Path, source: Source, progress: Progress) -> None:
+        self._path, self._source, self._progress = path, source, progress
         self._stream = path.open("wb")
-        self._written: dict[tuple[str, str], ir.ExternalTensor] = {}
+        self._written: dict[object, ir.ExternalTensor] = {}
         self.digests: dict[str, str] = {}
-        """Checkpoint key -> sha256 of its bytes, for every tensor written so far."""
+        """Role -> sha256 of its values, for every tensor written so far."""
 
     def __enter__(self) -> WeightWriter:
         return self
@@ -45,40 +55,33 @@ class WeightWriter:
     ) -> None:
         self._stream.close()
 
-    def add(self, need: Need, tensor: TensorInfo) -> ir.ExternalTensor:
-        """Write a tensor as float32 and return the reference to it.
+    def add(self, need: Need) -> ir.ExternalTensor:
+        """Write the values of a need and return the reference to them.
 
         Raises:
-            CheckpointError: the tensor holds a value that is not finite.
+            CheckpointError: a value is not finite.
         """
-        key = (need.key, need.transform)
+        key = shared_key(need, self._source.tensors(need.role))
         if key not in self._written:
-            size = prod(need.shape) * 4
+            size = stored_bytes(need)
             offset = self._align(_PAGE if size >= _SMALL else _LINE)
             digest = hashlib.sha256()
-            for raw in tensor.raw_blocks():
-                digest.update(raw)
-                self._stream.write(np.ascontiguousarray(self._converted(tensor.floats(raw), need, tensor)).data)
-                self._progress(len(raw))
-            self.digests[need.key] = digest.hexdigest()
+            for block in self._source.blocks(need.role):
+                data = np.ascontiguousarray(block).data
+                digest.update(data)
+                self._stream.write(data)
+                self._progress(block.nbytes)
+            self.digests[need.role] = digest.hexdigest()
             self._written[key] = ir.ExternalTensor(
                 self._path.name,
                 offset,
                 size,
-                ir.DataType.FLOAT,
+                ir.DataType.INT64 if need.transform == "row_to_id" else ir.DataType.FLOAT,
                 shape=ir.Shape(need.shape),
                 name=need.role,
                 base_dir=self._path.parent,
             )
         return self._written[key]
-
-    def _converted(self, block: npt.NDArray[np.float32], need: Need, tensor: TensorInfo) -> npt.NDArray[np.float32]:
-        if not np.isfinite(block).all():
-            raise CheckpointError(
-                f"Tensor {tensor.name!r} in {tensor.file} holds NaN or infinity. Mend the checkpoint or fetch the file "
-                "again."
-            )
-        return block if need.transform == "none" else np.float32(1) + block
 
     def _align(self, unit: int) -> int:
         position = self._stream.tell()

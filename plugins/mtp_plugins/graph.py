@@ -55,9 +55,8 @@ class GraphBuilder:
 
     def output(self, name: str, value: ir.Value, dtype: str, shape: Sequence[Axis]) -> None:
         """Make `value` a graph output under a fixed name."""
-        producer = value.producer()
-        if producer is None or value in self.outputs:
-            value = self.op("Identity", value)
+        if value.producer() is None or value in self.outputs or value.shape is not None:
+            value = self.op("Identity", value)  # It has a name already.
         self.label(name, value, dtype, shape)
         self.outputs.append(value)
 

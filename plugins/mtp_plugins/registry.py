@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from mtp_plugins import cached_attention, causal_conv_state, delta_gate, gated_delta
+from mtp_plugins import (
+    cached_attention,
+    causal_conv_state,
+    delta_gate,
+    gated_delta,
+    latent_attention,
+    routed_experts,
+)
 from mtp_plugins.operator import Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -12,5 +19,7 @@ OPERATORS: dict[str, Operator] = {
         causal_conv_state.OPERATOR,
         delta_gate.OPERATOR,
         gated_delta.OPERATOR,
+        latent_attention.OPERATOR,
+        routed_experts.OPERATOR,
     )
 }

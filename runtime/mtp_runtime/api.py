@@ -79,7 +79,7 @@ class Model:
 
     def drafter(self, sequences: Sequences) -> Drafter:
         """A drafter over the bundle's own head."""
-        return MtpDrafter(sequences, self.engine.spec.hidden_size, self.engine.limits.prefill_chunk)
+        return MtpDrafter(sequences, self.engine.spec.tap_width, self.engine.limits.prefill_chunk)
 
     def _drafter(self, prepared: Prepared, sequences: Sequences) -> Drafter:
         if prepared.draft_tokens == 0:

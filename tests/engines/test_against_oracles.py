@@ -36,9 +36,9 @@ def target(case: Case, blocks: list[int]) -> tuple[np.ndarray, np.ndarray, dict[
 
 def head_logits(case: Case, hidden: np.ndarray) -> np.ndarray:
     """Logits of the head over a whole sequence: row p takes token p + 1 and hidden state p."""
-    mtp = case.model.engine.sessions.mtp  # type: ignore[attr-defined]
+    mtp = case.model.engine.sessions.mtp[0]  # type: ignore[attr-defined]
     spec = case.model.engine.spec
-    mixer = spec.mtp.layer.mixer
+    mixer = spec.mtp.layers[0].mixer
     cache = np.zeros((1, mixer.num_kv_heads, 64, mixer.head_dim), np.float32)
     feed = {
         names.INPUT_IDS: np.array([IDS[1:]]),

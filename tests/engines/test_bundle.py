@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mtp_engines import bundle as bundle_module
-from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, MTP, WEIGHTS, open_bundle, refuse_foreign, staging
+from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, WEIGHTS, mtp_graph, open_bundle, refuse_foreign, staging
 from mtp_engines.errors import BuildError, BundleError
 from tests.fixtures.checkpoints import markov_checkpoint, random_checkpoint
 from tests.support import build_bundle, ids_of, leftovers
@@ -40,7 +40,7 @@ def test_control_an_untouched_copy_opens_and_runs_from_anywhere(good: Path, tmp_
     assert ids_of(moved, [5], 4) == [6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("name", [BACKBONE, MTP, WEIGHTS, "config.json"])
+@pytest.mark.parametrize("name", [BACKBONE, mtp_graph(0), WEIGHTS, "config.json"])
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])
 def test_a_damaged_file_is_refused_by_name(good: Path, tmp_path: Path, name: str, damage: str) -> None:
     copy = tmp_path / "copy"

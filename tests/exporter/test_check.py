@@ -14,9 +14,11 @@ import pytest
 from mtp_engines.bundle import open_bundle
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering import rules
-from mtp_exporter.check import _LayerPiece, _Record
+from mtp_exporter.check import _Record
 from mtp_exporter.graphs import backbone_graph, mtp_graph
+from mtp_exporter.pieces import LayerPiece
 from mtp_exporter.source import Source
+from mtp_exporter.trace import Pair
 from tests.fixtures.checkpoints import random_checkpoint
 from tests.support import build_bundle, leftovers
 
@@ -43,7 +45,7 @@ def other_epsilon(spec: Any, *rest: Any) -> ir.Model:
 
 @pytest.mark.parametrize(
     ("name", "fault", "where"),
-    [("mtp_graph", swapped_head, "hidden_states_out"), ("backbone_graph", other_epsilon, r"residual\.1")],
+    [("mtp_graph", swapped_head, r"head\.concatenation"), ("backbone_graph", other_epsilon, r"residual\.1")],
 )
 def test_a_graph_that_computes_something_else_is_refused_with_its_first_stage(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: Any, where: str
@@ -56,13 +58,16 @@ def test_a_graph_that_computes_something_else_is_refused_with_its_first_stage(
 
 
 def test_a_wrong_vocabulary_head_is_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Source.rows
+    class Shifted(Source):
+        """Another head than the one that was written."""
 
-    def shifted(self: Source, role: str, start: int, count: int) -> Any:
-        values = honest(self, role, start, count)
-        return np.roll(values, 1, axis=0) if role == "head" else values
+        def rows(self, role: str, start: int, count: int) -> Any:
+            values = super().rows(role, start, count)
+            return np.roll(values, 1, axis=0) if role == "head" else values
 
-    monkeypatch.setattr(Source, "rows", shifted)
+    module = import_module("mtp_exporter.build")
+    honest = module.check_graphs
+    monkeypatch.setattr(module, "check_graphs", lambda *args: honest(*args[:4], Shifted(args[4]._claimed), *args[5:]))
     with pytest.raises(BuildError, match="at logits"):
         build_bundle(checkpoint, tmp_path / "out")
 
@@ -70,13 +75,13 @@ def test_a_wrong_vocabulary_head_is_refused(checkpoint: Path, tmp_path: Path, mo
 def test_a_value_that_is_not_a_number_is_no_parity() -> None:
     for got, want in (([np.nan, 1.0], [1.0, 1.0]), ([1.0, 1.0], [np.nan, 1.0])):
         with pytest.raises(BuildError, match="at stage"):
-            _Record().compare("stage", np.array(got), np.array(want))
+            _Record().compare(Pair("stage", np.array(got), np.array(want)))
     record = _Record()
-    record.compare("stage", np.ones(2), np.ones(2))
+    record.compare(Pair("stage", np.ones(2), np.ones(2)))
     assert record.worst == 0
 
 
-class Piece(_LayerPiece):
+class Piece(LayerPiece):
     """A layer that sums rows into a state, with a fault that depends on how many rows a call has."""
 
     def __init__(self, fault: str | None) -> None:
@@ -96,7 +101,7 @@ def test_rows_or_states_that_depend_on_the_row_count_are_found(fault: str | None
 def test_a_difference_makes_the_bundle_near_tie_and_is_said(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_LayerPiece, "first_difference", lambda self, x: self._target)
+    monkeypatch.setattr(LayerPiece, "first_difference", lambda self, x: self._target)
     notes: list[str] = []
     manifest = open_bundle(build_bundle(checkpoint, tmp_path / "out", notes=notes)).manifest
     assert (manifest.numerics.promise, manifest.numerics.first_difference) == ("near-tie", "residual.1")

@@ -32,7 +32,7 @@ def headers(shape: PublishedShape) -> Checkpoint:
     for name, axes in tensors(shape).items():
         wide = name.endswith(FLOAT32)
         found[name] = TensorInfo(name, Path("model.safetensors"), "F32" if wide else "BF16", axes, 0, prod(axes) * 2)
-    return Checkpoint(Path("published"), config(shape), {}, found)
+    return Checkpoint(Path("published"), config(shape), {}, found, dict(found))
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, MTP, WEIGHTS, entry_of, open_bundle
+from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, WEIGHTS, entry_of, mtp_graph, open_bundle
 from mtp_engines.contracts.manifest import MANIFEST, Manifest
 from mtp_engines.engine import Floats, Ids
 from mtp_engines.errors import NumericsError
@@ -64,7 +64,7 @@ def _broken_off(model: Model, draft_tokens: int, prompt: list[int]) -> tuple[lis
 
 def test_changing_a_bundle_this_way_changes_nothing_else(sound: Path, tmp_path: Path) -> None:
     """RT-48: the control of this file: a changed value that is a number, in a head that only drafts."""
-    copied = load_model(_changed(sound, tmp_path / "b", MTP, "mtp.output_norm", (0,), 0.9))
+    copied = load_model(_changed(sound, tmp_path / "b", mtp_graph(0), "mtp.output_norm", (0,), 0.9))
     for draft_tokens in K_VALUES:
         done = copied.complete(prompt_ids=[5], max_new_tokens=20, draft_tokens=draft_tokens)
         assert list(done.token_ids) == CHAIN
@@ -132,10 +132,10 @@ def test_a_head_that_is_not_finite_drafts_nothing(sound: Path, tmp_path: Path, t
     """RT-48: the ids are those of plain decoding, and nothing counts as drafted."""
     shape = next(
         tuple(initializer.dims)
-        for initializer in onnx.load(sound / MTP, load_external_data=False).graph.initializer
+        for initializer in onnx.load(sound / mtp_graph(0), load_external_data=False).graph.initializer
         if initializer.name == tensor
     )
-    model = load_model(_changed(sound, tmp_path / "b", MTP, tensor, (0,) * len(shape), value))
+    model = load_model(_changed(sound, tmp_path / "b", mtp_graph(0), tensor, (0,) * len(shape), value))
     for draft_tokens in K_VALUES:
         done = model.complete(prompt_ids=[5], max_new_tokens=20, draft_tokens=draft_tokens)
         assert list(done.token_ids) == CHAIN

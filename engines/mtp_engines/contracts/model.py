@@ -10,8 +10,41 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length a model was first trained on.
+
+    `linear` divides every frequency by `factor`. `llama3` leaves short wavelengths alone, divides long ones
+    and blends between (`low_factor`, `high_factor`: original length over wavelength). `yarn` blends by the
+    number of rotations over the original length (`low_factor` is its beta_slow, `high_factor` its
+    beta_fast); `magnitude` multiplies its cosines and sines.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_positions: int = 0
+    low_factor: float = 1.0
+    high_factor: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
+    """yarn: whether the borders of the blend are rounded to whole dimensions."""
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotary positions on the first `dim` dimensions of each head.
+
+    `interleaved` pairs neighbours (2i, 2i + 1); otherwise dimension i is paired with i + dim / 2.
+    """
+
+    dim: int
+    theta: float
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention with rotary positions on the first `rotary_dim` dimensions of each head.
+    """Grouped-query attention with rotary positions.
 
     `output_gate`: a sigmoid gate on the output, interleaved per head with the query; `qk_norm`: an RMS norm
     of each query and key head before the rotation; `bias`: query, key and value projections have one.
@@ -20,8 +53,7 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    rope_theta: float
+    rotary: RotarySpec
     output_gate: bool
     qk_norm: bool
     bias: bool
@@ -35,10 +67,40 @@ class AttentionSpec:
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention over one compressed row a token: [normed latent | rotated key].
+
+    Keys and values of every head are linear maps of the latent; the maps are applied to query and output
+    instead, so that the cache holds `latent_dim + rotary.dim` values a token whatever the number of heads.
+    `query_rank` is None where the query is projected in one step.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    latent_dim: int
+    key_dim: int
+    """Dimensions of a query and key head without position."""
+    value_dim: int
+    rotary: RotarySpec
+    scale: float
+    """Factor of the scores."""
+    norm_epsilon: float
+    """Of the norms of the compressed rows."""
+    bias: bool = False
+    """The two compressing projections and the output projection have one."""
+    kind: Literal["latent_attention"] = "latent_attention"
+
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token adds to the key and value caches of one layer (float32)."""
-        return 2 * self.kv_width * FLOAT_BYTES
+    def row_width(self) -> int:
+        """Width of the cache."""
+        return self.latent_dim + self.rotary.dim
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads, with and without position."""
+        return self.num_heads * (self.key_dim + self.rotary.dim)
 
 
 @dataclass(frozen=True)
@@ -77,34 +139,110 @@ class GatedDeltaSpec:
         return FLOAT_BYTES * (self.conv_width + self.key_width + self.value_width + 2 * self.value_heads)
 
 
-Mixer = AttentionSpec | GatedDeltaSpec
+CachedMixer = AttentionSpec | LatentAttentionSpec
+"""Mixers whose state is a cache with one row a token, cut back by its length."""
+Mixer = AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
+
+
+@dataclass(frozen=True)
+class DenseMlpSpec:
+    """down(silu(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    kind: Literal["dense"] = "dense"
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts: each row goes to `top_k` of `experts` gated MLPs, and to a shared one if there is one.
+
+    Routing: scores = softmax or sigmoid of the router's logits. Choices are made by score plus
+    `correction_bias`, if there is one, among the `top_groups` groups of experts whose two best choices sum
+    highest; weights are the scores themselves, divided by their sum if `normalise`, times `scale`.
+    `shared_gate`: the shared expert's output is multiplied by a sigmoid of its own.
+    """
+
+    experts: int
+    top_k: int
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid"]
+    normalise: bool
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    kind: Literal["moe"] = "moe"
+
+
+Mlp = DenseMlpSpec | MoeSpec
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: a mixer and a gated MLP, each behind a norm and a residual."""
+    """One decoder layer: a mixer and an MLP, each behind a norm and a residual.
+
+    `input_norm` False: the mixer takes the residual stream as it is.
+    """
 
     mixer: Mixer
-    intermediate_size: int
+    mlp: Mlp
+    input_norm: bool = True
 
 
 @dataclass(frozen=True)
 class MtpSpec:
-    """The multi-token-prediction head: how it joins embedding and hidden state, and its one layer.
+    """A draft head: embedded in the checkpoint (`mtp`) or trained beside it (`eagle`, `eagle3`).
 
-    `concat` is the order in the fusion projection; `hidden_tap` says which hidden state of the target
-    the head was trained on; a chained step feeds the head's own output after its last norm.
+    `layers` has one layer for each trained depth. With `join` = `projection`, embedding and hidden state are
+    normed (`input_norms`), laid side by side in the order `concat` and projected to the width of the layer;
+    with `attention` they are normed and go side by side into query, key and value, while the hidden state
+    (after its norm if `residual_normed`) is the residual stream.
     """
 
-    layer: LayerSpec
-    depth: int = 1
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    kind: Literal["mtp", "eagle", "eagle3"] = "mtp"
+    join: Literal["projection", "attention"] = "projection"
     concat: Literal["embedding_first", "hidden_first"] = "embedding_first"
-    hidden_tap: Literal["final_norm"] = "final_norm"
+    input_norms: bool = True
+    join_bias: bool = False
+    residual_normed: bool = False
+    taps: tuple[int, ...] = ()
+    """What the head was trained on: the residual streams that enter these layers of the target, side by side
+    (the number of layers means the last one, before the final norm). Empty: the target's hidden state after
+    its final norm, the very tensor that its vocabulary head consumes."""
+    tap_projection: bool = False
+    """The taps go through a matrix of the head; its own chained states do not."""
+    output_norm: bool = True
+    chain: Literal["output", "residual"] = "output"
+    """What a chained step feeds back: the head's output after its last norm, or before it."""
+    norm_epsilon: float | None = None
+    """None: the target's."""
+    own_embedding: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
+    """Rows of an own vocabulary head that covers a part of the vocabulary; a table maps them to ids."""
+
+    @property
+    def depth(self) -> int:
+        """Trained depths."""
+        return len(self.layers)
+
+    @property
+    def tap(self) -> str:
+        """Name of the hidden state that the head was trained on."""
+        return "final_norm" if not self.taps else "residual " + ", ".join(map(str, self.taps))
+
+    def tap_width(self, target_hidden_size: int) -> int:
+        """Width of one row of the tap."""
+        return max(len(self.taps), 1) * target_hidden_size
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A target model and, if it has one, its MTP head."""
+    """A target model and, if it has one, its draft head."""
 
     family: str
     hidden_size: int
@@ -115,10 +253,15 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     mtp: MtpSpec | None
 
-    def attention_layers(self) -> Iterator[tuple[int, AttentionSpec]]:
-        """Index and mixer of every attention layer of the target."""
+    @property
+    def tap_width(self) -> int:
+        """Width of one row of the hidden state that a verify hands to the head."""
+        return self.mtp.tap_width(self.hidden_size) if self.mtp else self.hidden_size
+
+    def cached_layers(self) -> Iterator[tuple[int, CachedMixer]]:
+        """Index and mixer of every layer of the target that keeps a cache."""
         for index, layer in enumerate(self.layers):
-            if isinstance(layer.mixer, AttentionSpec):
+            if not isinstance(layer.mixer, GatedDeltaSpec):
                 yield index, layer.mixer
 
     def delta_layers(self) -> Iterator[tuple[int, GatedDeltaSpec]]:
@@ -127,13 +270,10 @@ class ModelSpec:
             if isinstance(layer.mixer, GatedDeltaSpec):
                 yield index, layer.mixer
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Cache bytes a token of one sequence, target and head together (float32)."""
-        total = sum(mixer.bytes_per_token for _, mixer in self.attention_layers())
-        if self.mtp and isinstance(self.mtp.layer.mixer, AttentionSpec):
-            total += self.mtp.layer.mixer.bytes_per_token
-        return total
+    def head_mixers(self) -> tuple[CachedMixer, ...]:
+        """The mixer of every depth of the head."""
+        mixers = [layer.mixer for layer in self.mtp.layers] if self.mtp else []
+        return tuple(mixer for mixer in mixers if not isinstance(mixer, GatedDeltaSpec))
 
     @property
     def state_bytes_per_sequence(self) -> int:

@@ -1,15 +1,34 @@
 """Names of graph inputs and outputs; caches and states follow onnxruntime-genai."""
 
+from __future__ import annotations
+
+import re
+
+from mtp_engines.contracts.model import MtpSpec
+
 INPUT_IDS = "input_ids"
 POSITION_IDS = "position_ids"
 PAST_LENGTH = "past_length"
 LOGIT_ROWS = "logit_rows"
 LOGITS = "logits"
 HIDDEN = "hidden_states"
-"""Output of the backbone at the head's tap, and input of the head."""
+"""Output of the backbone after its final norm, and input of a head that was trained on it."""
+TAP = "tap_states"
+"""Output of the backbone at a tap elsewhere, and input of a head that was trained on it."""
+CHAIN = "chain_states"
+"""Input of a head that takes its own states another way than the target's."""
 HIDDEN_OUT = "hidden_states_out"
-"""Output of the head after its last norm; the next chained step takes it as its input."""
+"""Output of the head, which its vocabulary head consumes; a chained step takes it unless there is `CHAIN_OUT`."""
+CHAIN_OUT = "chain_states_out"
+"""Output of a head that chains on another tensor than its vocabulary head consumes."""
+DRAFT_IDS = "draft_ids"
+"""Output of a head with a vocabulary of its own: the best ids, in the target's numbering."""
 ACCEPTED_ROWS = "accepted_rows"
+
+
+def tap_of(mtp: MtpSpec) -> str:
+    """The output of the backbone that a head consumes, which is its input of the same name."""
+    return TAP if mtp.taps else HIDDEN
 
 
 def past_key(layer: int) -> str:
@@ -26,6 +45,24 @@ def present_key(layer: int) -> str:
 
 def present_value(layer: int) -> str:
     return f"present.{layer}.value"
+
+
+def past_latent(layer: int) -> str:
+    return f"past_key_values.{layer}.latent"
+
+
+def present_latent(layer: int) -> str:
+    return f"present.{layer}.latent"
+
+
+def again(present: str) -> str:
+    """The second name of a cache that a backend's kernel writes as key and as value."""
+    return f"{present}.again"
+
+
+def is_cache(name: str) -> bool:
+    """Whether a graph input or output is a cache with one row a token, before or after a run."""
+    return re.fullmatch(r"(past_key_values|present)\.\d+\.(key|value|latent)(\.again)?", name) is not None
 
 
 def past_conv(layer: int) -> str:
@@ -52,3 +89,24 @@ def factor(layer: int, name: str) -> str:
 def residual(layer: int) -> str:
     """The residual stream that enters a layer; `residual(len(layers))` leaves the last one."""
     return f"residual.{layer}"
+
+
+HEAD_STAGES = (
+    "embedding_norm",
+    "hidden_norm",
+    "concatenation",
+    "projection",
+    "attention_input",
+    "attention",
+    "first_residual",
+    "mlp_input",
+    "mlp",
+    "second_residual",
+    "output",
+)
+"""Values inside a head that tools compare, in order; a head has those that its layout has."""
+
+
+def stage(name: str) -> str:
+    """A value inside the head, one of `HEAD_STAGES`."""
+    return f"head.{name}"

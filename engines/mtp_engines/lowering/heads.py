@@ -10,12 +10,14 @@ from mtp_plugins.graph import CONTRIB, GraphBuilder
 
 IDS = "ids"
 CHECKSUM = "checksum"
+HEAD_PRODUCT = "FusedMatMul"
+"""The node that multiplies hidden rows with the transposed head."""
 
 
 def without_head(model: ir.Model) -> ir.Model:
     """Drop the logits from a backbone or head graph, and everything only they need."""
     graph = model.graph
-    for output in [output for output in graph.outputs if output.name == names.LOGITS]:
+    for output in [output for output in graph.outputs if output.name in (names.LOGITS, names.DRAFT_IDS)]:
         graph.outputs.remove(output)
     drop_unused(graph)
     for value in [value for value in graph.inputs if not value.uses()]:
@@ -26,9 +28,11 @@ def without_head(model: ir.Model) -> ir.Model:
 def head_model(model: ir.Model) -> ir.Model:
     """hidden float32[rows, hidden_size] -> ids int64[rows], logits, and a checksum of each row.
 
-    The checksum is the sum of a row's logits: it is not finite if any of them is not.
+    The checksum is the sum of a row's logits: it is not finite if any of them is not. The ids of a head with
+    a vocabulary of its own are the target's.
     """
-    (logits,) = (output for output in model.graph.outputs if output.name == names.LOGITS)
+    found = {output.name: output for output in model.graph.outputs}
+    logits = found[names.LOGITS]
     producer = logits.producer()
     assert producer is not None
     transposed = producer.inputs[1]
@@ -42,9 +46,22 @@ def head_model(model: ir.Model) -> ir.Model:
     assert isinstance(vocab_size, int) and isinstance(hidden_size, int)
     g = GraphBuilder("head")
     hidden = g.input(names.HIDDEN, "float32", ["rows", hidden_size])
-    scores = g.op("FusedMatMul", hidden, g.initializer(weight.name, weight.const_value), domain=CONTRIB, transB=1)
+    scores = g.op(HEAD_PRODUCT, hidden, g.initializer(weight.name, weight.const_value), domain=CONTRIB, transB=1)
     # ArgMax takes the first of equal values, so ties go to the lowest id everywhere.
-    g.output(IDS, g.op("ArgMax", scores, axis=-1, keepdims=0), "int64", ["rows"])
+    ids = g.op("ArgMax", scores, axis=-1, keepdims=0)
+    if names.DRAFT_IDS in found:
+        table = _table(found[names.DRAFT_IDS])
+        ids = g.op("Gather", g.initializer(str(table.name), table), ids, axis=0)
+    g.output(IDS, ids, "int64", ["rows"])
     g.output(CHECKSUM, g.op("ReduceSum", scores, g.constant([-1]), keepdims=0), "float32", ["rows"])
     g.output(names.LOGITS, scores, "float32", ["rows", vocab_size])
     return g.model(domains=[CONTRIB])
+
+
+def _table(draft_ids: ir.Value) -> ir.ExternalTensor:
+    """The table from rows of the draft vocabulary to ids, which the canonical graph gathers from."""
+    producer = draft_ids.producer()
+    assert producer is not None and producer.op_type == "Gather"
+    table = producer.inputs[0]
+    assert table is not None and isinstance(table.const_value, ir.ExternalTensor)
+    return table.const_value

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from mtp_engines.contracts.model import AttentionSpec, ModelSpec
-from mtp_engines.errors import BuildError
+from mtp_engines.contracts import names
 from mtp_engines.lowering import rules
+from mtp_engines.lowering.caches import stored_width
+from mtp_engines.lowering.experts import routed_experts
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
@@ -19,6 +20,8 @@ _RULES: dict[str, Rule] = {
     "CausalConvState": rules.causal_conv_state,
     "DeltaGate": rules.delta_gate,
     "GatedDelta": rules.gated_delta,
+    "LatentAttention": rules.latent_attention,
+    "RoutedExperts": routed_experts,
 }
 
 
@@ -28,8 +31,11 @@ def lower(model: ir.Model) -> ir.Model:
     for node in list(graph):
         if node.domain == DOMAIN:
             _replace(graph, node, _RULES[node.op_type])
+        elif node.op_type == "MatMul" and _is_headwise(node):
+            _replace(graph, node, rules.headwise)
         elif node.op_type == "MatMul" and _transposed_weight(node) is not None:
             _replace(graph, node, rules.linear)
+    _widen_caches(graph)
     drop_unused(graph)
     graph.opset_imports.clear()
     graph.opset_imports.update({"": OPSET, CONTRIB: 1})
@@ -37,31 +43,38 @@ def lower(model: ir.Model) -> ir.Model:
     return model
 
 
-def refuse_unsupported(spec: ModelSpec) -> None:
-    """Refuse sizes that a kernel of this backend does not take.
+def _widen_caches(graph: ir.Graph) -> None:
+    """Give caches the width that the backend stores."""
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name is not None and names.is_cache(value.name):
+            assert value.shape is not None
+            *axes, width = value.shape
+            assert isinstance(width, int)
+            value.shape = ir.Shape([*axes, stored_width(width)])
 
-    Raises:
-        BuildError: names the size, its value and what the kernel needs.
-    """
-    mixers = [mixer for _, mixer in spec.attention_layers()]
-    if spec.mtp is not None and isinstance(spec.mtp.layer.mixer, AttentionSpec):
-        mixers.append(spec.mtp.layer.mixer)
-    for mixer in mixers:
-        if mixer.head_dim % 8:
-            raise BuildError(
-                f"The model has attention heads of width {mixer.head_dim}; GroupQueryAttention of ONNX Runtime takes "
-                "multiples of 8. This model cannot be built for a CPU."
-            )
+
+def _is_headwise(node: ir.Node) -> bool:
+    """Whether the second input is a weight with a matrix for each head, transposed or not."""
+    weight = _transposed_weight(node) or node.inputs[1]
+    return weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == 3
 
 
 def _transposed_weight(node: ir.Node) -> ir.Value | None:
+    """The weight that is transposed for this product."""
     weight = node.inputs[1]
     producer = weight.producer() if weight is not None else None
-    return weight if producer is not None and producer.op_type == "Transpose" else None
+    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else None
 
 
 def _replace(graph: ir.Graph, node: ir.Node, rule: Rule) -> None:
     builder = GraphBuilder(node.op_type)
     with builder.scope(node.name or node.op_type):
         results = rule(builder, node)
-    ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, list(node.outputs), results)
+    name = node.outputs[-1].name
+    ir.convenience.replace_nodes_and_values(
+        graph, node, [node], builder.nodes, list(node.outputs), results[: len(node.outputs)]
+    )
+    for extra in results[len(node.outputs) :]:
+        # One cache that is key and value is written under two names; both are bound to one buffer.
+        extra.name, extra.type, extra.shape = names.again(str(name)), results[-2].type, results[-2].shape
+        graph.outputs.append(extra)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from mtp_engines.lowering.caches import stored_width
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
@@ -78,22 +79,59 @@ def _unit(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value
     return g.op("Reshape", unit, g.constant([0, 0, heads * dim]))
 
 
+def headwise(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """A product with one constant matrix for each head: never fewer than `LEAST_QUERY_ROWS` rows, axis 2 of x."""
+    x, weight = node.inputs
+    assert weight is not None
+    producer = weight.producer()
+    rows = g.op("Shape", x, start=2, end=3)
+    wide = _with_twin(g, x, rows, g.op("Max", rows, g.constant([LEAST_QUERY_ROWS])), axis=2)
+    if producer is None:
+        product = g.op("MatMul", wide, weight)
+    else:
+        product = g.op("FusedMatMul", wide, producer.inputs[0], domain=CONTRIB, transB=1)
+    return [g.op("Slice", product, g.constant([0]), rows, g.constant([2]))]
+
+
 def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """GroupQueryAttention with never fewer than `LEAST_QUERY_ROWS` query rows.
+    """GroupQueryAttention over two caches."""
+    query, key, value, past_key, past_value, past_length = node.inputs
+    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "num_kv_heads"))
+    return _attend(g, (query, key, value), (past_key, past_value), past_length, heads, kv_heads)
+
+
+def latent_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """GroupQueryAttention whose key and value are one cache; the third result is that cache again."""
+    query, rows, past, past_length = node.inputs
+    return _attend(g, (query, rows, rows), (past, past), past_length, node.attributes["num_heads"].as_int(), 1)
+
+
+def _attend(
+    g: GraphBuilder,
+    inputs: tuple[ir.Value | None, ir.Value | None, ir.Value | None],
+    pasts: tuple[ir.Value | None, ir.Value | None],
+    past_length: ir.Value | None,
+    heads: int,
+    kv_heads: int,
+) -> list[ir.Value]:
+    """GroupQueryAttention with never fewer than `LEAST_QUERY_ROWS` query rows, over caches of the stored width.
 
     A lone row is doubled: its twin writes one spare cache row past the committed length and is cut off.
     """
-    query, key, value, past_key, past_value, past_length = node.inputs
+    past = pasts[0]
+    assert past is not None and past.shape is not None
+    dim = past.shape[3]
+    assert isinstance(dim, int)
+    query, key, value = (
+        _padded(g, x, count, dim) for x, count in zip(inputs, (heads, kv_heads, kv_heads), strict=True)
+    )
     rows = g.op("Shape", query, start=1, end=2)
     width = g.op("Max", rows, g.constant([LEAST_QUERY_ROWS]))
     total = g.op("Add", past_length, width)
     output, present_key, present_value = g.op_multi(
         "GroupQueryAttention",
-        _with_twin(g, query, rows, width),
-        _with_twin(g, key, rows, width),
-        _with_twin(g, value, rows, width),
-        past_key,
-        past_value,
+        *(_with_twin(g, x, rows, width, axis=1) for x in (query, key, value)),
+        *pasts,
         _int32(g, g.op("Sub", total, g.constant([1]))),
         _int32(g, g.op("ReduceMax", total, keepdims=0)),
         *([None] * 9),
@@ -101,19 +139,36 @@ def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
         _int32(g, g.op("Expand", width, g.op("Shape", past_length))),
         outputs=("output", "present_key", "present_value"),
         domain=CONTRIB,
-        num_heads=node.attributes["num_heads"].as_int(),
-        kv_num_heads=node.attributes["num_kv_heads"].as_int(),
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        scale=dim**-0.5,
     )
-    return [
-        g.op("Slice", output, g.constant([0]), rows, g.constant([1])),
-        present_key,
-        present_value,
-    ]
+    kept = g.op("Slice", output, g.constant([0]), rows, g.constant([1]))
+    return [_unpadded(g, kept, heads, dim), present_key, present_value]
 
 
-def _with_twin(g: GraphBuilder, x: ir.Value | None, rows: ir.Value, width: ir.Value) -> ir.Value:
-    twin = g.op("Slice", x, g.constant([0]), g.op("Sub", width, rows), g.constant([1]))
-    return g.op("Concat", x, twin, axis=1)
+def _padded(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value | None:
+    """[batch, rows, heads * dim] with zeros behind each head, as wide as the cache stores it."""
+    stored = stored_width(dim)
+    if stored == dim:
+        return x
+    split = g.op("Reshape", x, g.constant([0, 0, heads, dim]))
+    wide = g.op("Pad", split, g.constant([0, stored - dim]), None, g.constant([3]))
+    return g.op("Reshape", wide, g.constant([0, 0, heads * stored]))
+
+
+def _unpadded(g: GraphBuilder, x: ir.Value, heads: int, dim: int) -> ir.Value:
+    stored = stored_width(dim)
+    if stored == dim:
+        return x
+    split = g.op("Reshape", x, g.constant([0, 0, heads, stored]))
+    narrow = g.op("Slice", split, g.constant([0]), g.constant([dim]), g.constant([3]))
+    return g.op("Reshape", narrow, g.constant([0, 0, heads * dim]))
+
+
+def _with_twin(g: GraphBuilder, x: ir.Value | None, rows: ir.Value, width: ir.Value, axis: int) -> ir.Value:
+    twin = g.op("Slice", x, g.constant([0]), g.op("Sub", width, rows), g.constant([axis]))
+    return g.op("Concat", x, twin, axis=axis)
 
 
 def _int32(g: GraphBuilder, value: ir.Value) -> ir.Value:

@@ -2,27 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.safetensors_file import FLOAT_TYPES, TensorInfo
+from mtp_exporter.checkpoint import Checkpoint, same_values
+from mtp_exporter.quantised import StoredTensor, Unsupported
 
-Transform = Literal["none", "one_plus"]
-"""`one_plus` turns a zero-centred norm weight w into the gain 1 + w, in float32."""
+Transform = Literal["none", "one_plus", "row_to_id"]
+"""`one_plus` turns a zero-centred norm weight w into the gain 1 + w, in float32; `row_to_id` turns an offset
+table int64[rows] into ids, row + offset."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user wants of a checkpoint, where it leaves a choice.
+
+    Attributes:
+        mtp: False leaves the draft head out on purpose.
+        hidden_tap: which hidden state of the target the head is fed: `post-norm` (what the vocabulary head
+            consumes) or `pre-norm` (the residual stream before the final norm); None takes the family's own.
+        own_copies: tensors of the head that usually repeat a tensor of the target and do not in this checkpoint.
+    """
+
+    mtp: bool = True
+    hidden_tap: Literal["post-norm", "pre-norm"] | None = None
+    own_copies: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries start .. stop - 1 along the first axis of a tensor; `shape` is that of the whole tensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
 class Need:
-    """A tensor that a graph needs: its role in our graphs, its key on disk, its shape."""
+    """A tensor that a graph needs: its role in our graphs, where it is on disk, its shape.
+
+    `source` is the key of a tensor, or parts of tensors whose values follow each other in `shape`.
+    """
 
     role: str
-    key: str
+    source: str | tuple[Part, ...]
     shape: tuple[int, ...]
     transform: Transform = "none"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Where the values are."""
+        return (Part(self.source, self.shape),) if isinstance(self.source, str) else self.source
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A tensor that should equal another one, so that only `kept` is used.
+
+    `own` says what happens if it does not: True uses it, False refuses the checkpoint.
+    """
+
+    left_out: str
+    kept: str
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,85 +84,103 @@ class Description:
     """What the configuration says about the head; None if it says nothing."""
     mtp_keys: tuple[str, ...]
     """Every tensor that a complete head of this family has."""
-    duplicates: tuple[tuple[str, str], ...] = ()
-    """Pairs of tensors that the configuration says are one matrix; the first of each is left out."""
+    duplicates: tuple[Duplicate, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences that a user should see: what was assumed because nothing said otherwise."""
 
 
-def claim(checkpoint: Checkpoint, description: Description) -> dict[str, tuple[Need, TensorInfo]]:
-    """Match what the graphs need with what the files hold: each tensor used, or left out with a reason.
+@dataclass(frozen=True)
+class Draft:
+    """A draft head in a directory of its own, for one target."""
 
-    Returns:
-        Role -> need and tensor.
+    mtp: MtpSpec
+    needs: tuple[Need, ...]
+    ignored: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+
+Claimed = dict[str, tuple[Need, tuple[StoredTensor, ...]]]
+"""Role -> need, and the tensor of each of its parts."""
+
+
+def claim(checkpoint: Checkpoint, description: Description | Draft) -> Claimed:
+    """Match what the graphs need with what the files hold: each tensor used, or left out with a reason.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of the wrong shape.
     """
-    for need in description.needs:
-        checkpoint.require(need.key)
+    parts = [part for need in description.needs for part in need.parts]
+    for part in parts:
+        checkpoint.require(part.key)
     found = checkpoint.tensors
-    missing = [need.key for need in description.needs if need.key not in found]
-    left_out = {key for keys in description.ignored.values() for key in keys}
-    known = {need.key for need in description.needs} | left_out
+    missing = sorted({part.key for part in parts if part.key not in found})
+    known = {part.key for part in parts}.union(*description.ignored.values())
     unknown = sorted(key for key in found if key not in known)
     if missing or unknown:
         raise CheckpointError(_unmatched(checkpoint, missing, unknown))
-    for need in description.needs:
-        if found[need.key].shape != need.shape:
+    for part in parts:
+        tensor = found[part.key]
+        if isinstance(tensor, Unsupported):
+            tensor.read()  # Refuses, with the method and what to do.
+        if tensor.shape != part.shape:
             raise CheckpointError(
-                f"Tensor {need.key!r} in {found[need.key].file} has shape {list(found[need.key].shape)}, config.json "
-                f"makes it {list(need.shape)}. The two belong to different checkpoints; fetch them again."
+                f"Tensor {part.key!r} in {tensor.file} has shape {list(tensor.shape)}, config.json makes it "
+                f"{list(part.shape)}. The two belong to different checkpoints; fetch them again."
             )
-    return {need.role: (need, found[need.key]) for need in description.needs}
+    return {need.role: (need, tuple(found[part.key] for part in need.parts)) for need in description.needs}
 
 
-def check_duplicates(checkpoint: Checkpoint, description: Description) -> None:
-    """Read both tensors of every declared pair and refuse if they differ anywhere.
+def differing_copies(checkpoint: Checkpoint, description: Description) -> frozenset[str]:
+    """Read every pair of tensors that should be equal; those that differ and may.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: a pair differs that may not; names both.
     """
-    for left_out, kept in description.duplicates:
-        if checkpoint.tensors[left_out].digest() != checkpoint.tensors[kept].digest():
-            raise CheckpointError(
-                f"{checkpoint.directory / 'config.json'} sets tie_word_embeddings, but {left_out!r} differs from "
-                f"{kept!r}. Remove the flag to use the head as it is, or the tensor to use the embedding."
-            )
+    differing = set()
+    for pair in description.duplicates:
+        if not same_values(checkpoint.tensors[pair.left_out], checkpoint.tensors[pair.kept]):
+            if not pair.own:
+                raise CheckpointError(
+                    f"{checkpoint.directory / 'config.json'} sets tie_word_embeddings, but {pair.left_out!r} differs "
+                    f"from {pair.kept!r}. Remove the flag to use the head as it is, or the tensor to use the embedding."
+                )
+            differing.add(pair.left_out)
+    return frozenset(differing)
 
 
-def refuse_packed(checkpoint: Checkpoint, left_out: tuple[str, ...]) -> None:
-    """Refuse a quantised checkpoint, by what its tensors are and not by what its configuration says.
+def require_head(
+    checkpoint: Checkpoint, declared: int | None, keys: Callable[[int], Iterable[str]], field: str, most: int = 1
+) -> int:
+    """How many trained depths the checkpoint holds, given what its configuration declares.
 
     Args:
-        left_out: prefixes of tensors that the build does not use.
+        keys: depth -> the tensors that it needs.
+        field: name of the configuration's field, for messages.
+        most: depths that the family composes.
 
     Raises:
-        CheckpointError: names the method and the first packed tensor.
+        CheckpointError: declared and missing, declared absent and present, incomplete, or another number.
     """
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        packed = tensor.dtype not in FLOAT_TYPES or name.endswith(("_scale", "_scale_inv", "_packed", "qweight"))
-        if packed and not name.startswith(left_out):
-            method = checkpoint.config.get("quantization_config") or {}
-            kind = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
-            raise CheckpointError(
-                f"{checkpoint.directory} is quantised (method {kind!r}; first packed tensor {name!r}, dtype "
-                f"{tensor.dtype}). Quantised checkpoints cannot be built yet; use the bf16 or fp32 checkpoint."
-            )
-
-
-def require_head(checkpoint: Checkpoint, declared: int | None, keys: Iterable[str], field: str) -> bool:
-    """Whether the checkpoint holds a complete head, given what its configuration declares.
-
-    Raises:
-        CheckpointError: declared and missing, declared absent and present, or incomplete.
-    """
-    if declared is not None and (isinstance(declared, bool) or not isinstance(declared, int)):
+    if declared is not None and (isinstance(declared, bool) or not isinstance(declared, int) or declared < 0):
         raise CheckpointError(
             f"{checkpoint.directory / 'config.json'} has {field} = {declared!r}, expected a whole number. Mend "
             "the file."
         )
-    wanted = list(keys)
+    held = 0
+    while any(checkpoint.names(key) for key in keys(held)):
+        held += 1
+    if (declared or 0) > most or held > max(most, declared or 0):
+        raise CheckpointError(
+            f"config.json has {field} = {declared}, {checkpoint.directory} holds {held} trained depths; heads of this "
+            f"family are built for at most {most}. Build with --no-mtp, or use a checkpoint with fewer depths."
+        )
+    if declared and held > declared:
+        raise CheckpointError(
+            f"config.json has {field} = {declared}, but {checkpoint.directory} holds tensors of {held} trained depths. "
+            f"Set {field} to {held}, remove the tensors of the others, or build with --no-mtp."
+        )
+    depths = max(declared or 0, held)
+    wanted = [key for depth in range(max(depths, 1)) for key in keys(depth)]
     for key in wanted:
         checkpoint.require(key)
     absent = [key for key in wanted if key not in checkpoint.tensors]
@@ -123,21 +188,16 @@ def require_head(checkpoint: Checkpoint, declared: int | None, keys: Iterable[st
     if declared == 0 and present:
         raise CheckpointError(
             f"config.json has {field} = 0, but {checkpoint.directory} holds {present} of the head's {len(wanted)} "
-            f"tensors. Set {field} to 1, or build with --no-mtp."
-        )
-    if declared and declared > 1:
-        raise CheckpointError(
-            f"config.json has {field} = {declared}; heads of this family are built for 1 layer. Build with --no-mtp, "
-            "or use a checkpoint with one layer."
+            f"tensors. Set {field} to {held}, or build with --no-mtp."
         )
     if absent and (declared or present):
+        layers = f"{declared if declared is not None else 'no'} MTP layer{'s' if (declared or 0) > 1 else ''}"
         raise CheckpointError(
-            f"config.json declares {declared if declared is not None else 'no'} MTP layer, {checkpoint.directory} "
-            "holds "
-            f"{present} of {len(wanted)} tensors of the head (first missing: {absent[0]!r}). Take the head from the "
-            "base model with --mtp-from, or build with --no-mtp."
+            f"config.json declares {layers}, {checkpoint.directory} holds {present} of {len(wanted)} tensors of the "
+            f"head (first missing: {absent[0]!r}). Take the head from the base model with --mtp-from, or build with "
+            "--no-mtp."
         )
-    return not absent
+    return 0 if absent else depths
 
 
 def _unmatched(checkpoint: Checkpoint, missing: list[str], unknown: list[str]) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
-from mtp_engines.contracts.model import AttentionSpec
+from mtp_engines.contracts.model import AttentionSpec, RotarySpec
 from mtp_exporter.layers.basic import linear, rms_norm
 from mtp_exporter.layers.weights import Weights
+from mtp_exporter.rotary import rotary_tables
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 
 
 @dataclass(frozen=True)
 class Positions:
-    """position_ids int64[batch, rows], past_length int64[batch], and the rotary tables float32[positions, rot/2]."""
+    """position_ids int64[batch, rows], past_length int64[batch], and the rotary tables float32[positions, dim / 2]."""
 
     position_ids: ir.Value
     past_length: ir.Value
@@ -23,14 +23,13 @@ class Positions:
     sine: ir.Value
 
 
-def rotary_tables(g: GraphBuilder, mixer: AttentionSpec, positions: int) -> tuple[ir.Value, ir.Value]:
-    """cos and sin of position * theta^(-2i / rotary_dim), computed in float64 and stored as float32.
+def rotary_constants(g: GraphBuilder, rotary: RotarySpec, positions: int) -> tuple[ir.Value, ir.Value]:
+    """The rotary tables, computed in float64 and stored as float32.
 
-    A table inside the graph, since ONNX Runtime's Cos and Sin round differently for other row counts.
+    Tables inside the graph, since ONNX Runtime's Cos and Sin round differently for other row counts.
     """
-    inverse = mixer.rope_theta ** (-np.arange(0, mixer.rotary_dim, 2) / mixer.rotary_dim)
-    angles = np.arange(positions)[:, None] * inverse
-    return g.constant(np.cos(angles), "float32"), g.constant(np.sin(angles), "float32")
+    cosine, sine = rotary_tables(rotary, positions)
+    return g.constant(cosine, "float32"), g.constant(sine, "float32")
 
 
 def attention(
@@ -100,18 +99,21 @@ def _placed(
     if mixer.qk_norm:
         split = g.op("Reshape", x, g.constant([0, 0, heads, mixer.head_dim]))
         x = rms_norm(g, split, w[f"{role}_norm"], epsilon)
-    return _rotate(g, x, heads, mixer, positions)
-
-
-def _rotate(g: GraphBuilder, x: ir.Value, heads: int, mixer: AttentionSpec, positions: Positions) -> ir.Value:
-    """Rotate the first rotary_dim dimensions of each head, first half against second half."""
     flat = g.op("Reshape", x, g.constant([0, 0, heads * mixer.head_dim]))
+    return rotate(g, flat, heads, mixer.head_dim, mixer.rotary, positions)
+
+
+def rotate(
+    g: GraphBuilder, x: ir.Value, heads: int, head_dim: int, rotary: RotarySpec, positions: Positions
+) -> ir.Value:
+    """Rotate the first dimensions of each head of float32[batch, rows, heads * head_dim]."""
     return g.op(
         "RotaryEmbedding",
-        flat,
+        x,
         positions.cosine,
         positions.sine,
         positions.position_ids,
         num_heads=heads,
-        rotary_embedding_dim=mixer.rotary_dim,
+        interleaved=int(rotary.interleaved),
+        rotary_embedding_dim=rotary.dim if rotary.dim < head_dim else 0,
     )

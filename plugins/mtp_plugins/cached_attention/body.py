@@ -12,15 +12,16 @@ def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     query, key, value, past_key, past_value, past_length = inputs
     present_key = _append(g, key, past_key, past_length)
     present_value = _append(g, value, past_value, past_length)
-    output = g.op(
-        "Attention",
-        _split_heads(g, query, past_key),
-        present_key,
-        present_value,
-        _visible(g, query, past_key, past_length),
-    )
+    return [attend(g, query, present_key, present_value, past_key, past_length), present_key, present_value]
+
+
+def attend(
+    g: GraphBuilder, query: ir.Value, key: ir.Value, value: ir.Value, past: ir.Value, past_length: ir.Value
+) -> ir.Value:
+    """Query rows over caches that hold the new rows; `past` gives the sizes, since its shape is known."""
+    output = g.op("Attention", _split_heads(g, query, past), key, value, _visible(g, query, past, past_length))
     rows = g.op("Transpose", output, perm=[0, 2, 1, 3])
-    return [g.op("Reshape", rows, g.op("Shape", query)), present_key, present_value]
+    return g.op("Reshape", rows, g.op("Shape", query))
 
 
 def _split_heads(g: GraphBuilder, x: ir.Value, past: ir.Value) -> ir.Value:

@@ -1,4 +1,4 @@
-"""The ONNX Runtime CPU engine: four sessions over one weight file."""
+"""The ONNX Runtime CPU engine: its sessions over one weight file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CpuEngine:
         limits: Limits,
         numerics: str,
         backbone: Path,
-        mtp: Path | None,
+        mtp: tuple[Path, ...],
         threads: int = 0,
     ) -> None:
         """Open the canonical graphs of a bundle and lower them.
@@ -40,7 +40,7 @@ class CpuEngine:
             limits: what the bundle was built for.
             numerics: the manifest's promise.
             backbone: canonical backbone graph; its weight file lies beside it.
-            mtp: canonical head graph in the same folder, or None.
+            mtp: canonical graph of every depth of the draft head, in the same folder.
             threads: intra-op threads of each session; 0 takes one for each physical core.
 
         Raises:
@@ -55,7 +55,8 @@ class CpuEngine:
             backbone=session(lower(without_head(load_graph(backbone)))),
             head=session(head_model(load_graph(backbone))),
             commit=session(commit_model(spec)) if any(spec.delta_layers()) else None,
-            mtp=session(lower(without_head(load_graph(mtp)))) if mtp is not None else None,
+            mtp=tuple(session(lower(without_head(load_graph(path)))) for path in mtp),
+            draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,
         )
 
     def sequences(self, batch: int = 1) -> CpuSequences:

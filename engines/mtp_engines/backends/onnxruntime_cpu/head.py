@@ -8,16 +8,15 @@ import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.buffers import Bound
 from mtp_engines.contracts import names
-from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.engine import Floats, Ids
 from mtp_engines.lowering.heads import CHECKSUM, IDS
 
 
 class VocabularyHead:
-    """Greedy choices over the whole vocabulary; the logits stay inside the session."""
+    """Greedy choices over a whole vocabulary; the logits stay inside the session."""
 
-    def __init__(self, session: ort.InferenceSession, spec: ModelSpec) -> None:
-        self._session, self._hidden_size = session, spec.hidden_size
+    def __init__(self, session: ort.InferenceSession, hidden_size: int) -> None:
+        self._session, self._hidden_size = session, hidden_size
         self._bound: dict[int, tuple[Bound, Floats, Ids, Floats]] = {}
 
     def choose(self, hidden: Floats) -> tuple[Ids, npt.NDArray[np.bool_]]:

@@ -1,84 +1,135 @@
-"""The MTP head of a batch of sequences: its cache, committed rows and chained draft rows."""
+"""The draft head of a batch of sequences: its caches, committed rows and chained draft rows."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.backends.onnxruntime_cpu.state import kv_cache
+from mtp_engines.backends.onnxruntime_cpu.state import Cache
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
-from mtp_engines.contracts.model import AttentionSpec, ModelSpec
+from mtp_engines.contracts.model import CachedMixer, ModelSpec, MtpSpec
 from mtp_engines.engine import Floats, Ids
 
 
-class MtpHead:
-    """Consumes committed (token, hidden) rows and chains drafts behind them.
+class Rows(NamedTuple):
+    """Result of a head run, float32[batch, rows, hidden_size] each, written over by the next run.
+
+    `output` goes to the vocabulary head, `chain` to the next draft step.
+    """
+
+    output: Floats
+    chain: Floats
+
+
+class ChainedHead:
+    """One trained depth, fed its own states for every draft after the first.
 
     Chained rows stand in the cache behind the committed length and are written over by the next
     committed rows, so dropping them costs nothing.
     """
 
-    def __init__(
-        self, session: ort.InferenceSession, spec: ModelSpec, limits: Limits, batch: int, head: VocabularyHead
-    ) -> None:
-        assert spec.mtp is not None and isinstance(spec.mtp.layer.mixer, AttentionSpec)
-        self._session, self._spec, self._batch, self._head = session, spec, batch, head
-        self._key, self._value = kv_cache(spec.mtp.layer.mixer, limits, batch)
-        self._steps: dict[int, _HeadStep] = {}
+    def __init__(self, graph: HeadGraph, batch: int, head: VocabularyHead) -> None:
+        self._graph, self._batch, self._head = graph, batch, head
         self._lengths: Ids = np.zeros(batch, np.int64)
 
     def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
         """See `mtp_engines.engine.Sequences.draft`."""
-        out = self._run(tokens, hidden, self._lengths)
+        run = self._graph.run(tokens, hidden, self._lengths)
         self._lengths += rows
         drafted: list[Ids] = []
-        last = out[np.arange(self._batch), rows - 1][:, None]
+        last = _row(run, rows - 1)
         for depth in range(draft_tokens):
             if depth:
-                last = self._run(drafted[-1][:, None], last, self._lengths + depth - 1)
-            ids, finite = self._head.choose(last)
+                run = self._graph.run(drafted[-1][:, None], last.chain, self._lengths + depth - 1, chained=True)
+                last = run
+            ids, finite = self._head.choose(last.output)
             if not finite.all():
                 break
             drafted.append(ids[:, 0])
-        return np.stack(drafted, axis=1) if drafted else np.zeros((self._batch, 0), np.int64)
+        return _stack(drafted, self._batch)
 
     def reset(self) -> None:
         """Empty the cache."""
         self._lengths[:] = 0
 
-    def _run(self, tokens: Ids, hidden: Floats, lengths: Ids) -> Floats:
+
+class HeadGraph:
+    """The session of one trained depth with its cache."""
+
+    def __init__(self, session: ort.InferenceSession, spec: ModelSpec, depth: int, limits: Limits, batch: int) -> None:
+        assert spec.mtp is not None
+        mixer = spec.mtp.layers[depth].mixer
+        assert isinstance(mixer, CachedMixer)
+        self._session, self._spec, self._mtp, self._batch = session, spec, spec.mtp, batch
+        self._cache = Cache(0, mixer, limits, batch)
+        self._steps: dict[tuple[int, bool], _HeadStep] = {}
+
+    def run(self, tokens: Ids, hidden: Floats, lengths: Ids, *, chained: bool = False) -> Rows:
+        """Run int64[batch, rows] tokens with their hidden states behind `lengths` rows of the cache.
+
+        Args:
+            hidden: float32[batch, rows, width]: the target's tap, or with `chained` the head's own states.
+        """
         rows = tokens.shape[1]
-        if rows not in self._steps:
-            self._steps[rows] = _HeadStep(self._session, self._spec, self._key, self._value, rows)
-        step = self._steps[rows]
+        key = (rows, chained and self._mtp.tap_projection)
+        if key not in self._steps:
+            self._steps[key] = _HeadStep(self._session, self._spec, self._mtp, self._cache, self._batch, *key)
+        step = self._steps[key]
         np.copyto(step.tokens, tokens)
         np.copyto(step.hidden, hidden)
         step.positions[:] = lengths[:, None] + np.arange(rows)
         step.past_length[:] = lengths
         step.bound.run()
-        return step.out
+        return step.rows
 
 
 class _HeadStep:
     """Buffers and binding of a head run over a fixed number of rows."""
 
-    def __init__(self, session: ort.InferenceSession, spec: ModelSpec, key: Floats, value: Floats, rows: int) -> None:
-        batch = key.shape[0]
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        spec: ModelSpec,
+        mtp: MtpSpec,
+        cache: Cache,
+        batch: int,
+        rows: int,
+        chained: bool,
+    ) -> None:
         self.tokens = np.zeros((batch, rows), np.int64)
         self.positions = np.zeros((batch, rows), np.int64)
         self.past_length = np.zeros(batch, np.int64)
-        self.hidden = np.zeros((batch, rows, spec.hidden_size), np.float32)
-        self.out = np.zeros_like(self.hidden)
+        taps = np.zeros((batch, 0 if chained else rows, mtp.tap_width(spec.hidden_size)), np.float32)
+        chain = np.zeros((batch, rows if chained else 0, mtp.hidden_size), np.float32)
+        self.hidden = chain if chained else taps
+        output = np.zeros((batch, rows, mtp.hidden_size), np.float32)
         inputs: dict[str, AnyArray] = {
             names.INPUT_IDS: self.tokens,
-            names.HIDDEN: self.hidden,
+            names.tap_of(mtp): taps,
+            names.CHAIN: chain,
             names.POSITION_IDS: self.positions,
             names.PAST_LENGTH: self.past_length,
-            names.past_key(0): key,
-            names.past_value(0): value,
+            **cache.past,
         }
-        outputs = {names.HIDDEN_OUT: self.out, names.present_key(0): key, names.present_value(0): value}
-        self.bound = Bound(session, inputs, outputs)
+        known = {value.name for value in session.get_inputs()}
+        outputs: dict[str, AnyArray] = {names.HIDDEN_OUT: output, **cache.present}
+        self.rows = Rows(output, output)
+        if names.CHAIN_OUT in {value.name for value in session.get_outputs()}:
+            self.rows = Rows(output, np.zeros_like(output))
+            outputs[names.CHAIN_OUT] = self.rows.chain
+        self.bound = Bound(session, {name: array for name, array in inputs.items() if name in known}, outputs)
+
+
+def _row(run: Rows, index: Ids) -> Rows:
+    """Row index[b] of each sequence, [batch, 1, width]."""
+    sequences = np.arange(len(index))
+    return Rows(run.output[sequences, index][:, None], run.chain[sequences, index][:, None])
+
+
+def _stack(drafted: list[Ids], batch: int) -> Ids:
+    return np.stack(drafted, axis=1) if drafted else np.zeros((batch, 0), np.int64)

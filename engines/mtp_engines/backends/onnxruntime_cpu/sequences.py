@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
+from mtp_engines.backends.onnxruntime_cpu.depths import draft_head
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.backends.onnxruntime_cpu.mtp import MtpHead
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import TargetState, factor_buffers
 from mtp_engines.contracts import names
@@ -31,8 +31,8 @@ class CpuSequences:
         self._state = TargetState(spec, limits, batch)
         self._steps: dict[int, _Step] = {}
         self._staged: _Step | None = None
-        self._head = VocabularyHead(sessions.head, spec)
-        self._mtp = MtpHead(sessions.mtp, spec, limits, batch, self._head) if sessions.mtp else None
+        self._head = VocabularyHead(sessions.head, spec.hidden_size)
+        self._mtp = draft_head(sessions, spec, limits, batch, self._head) if sessions.mtp else None
         self.lengths: Ids = np.zeros(batch, np.int64)
 
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
@@ -57,7 +57,7 @@ class CpuSequences:
                     f"{sequence}. Check the checkpoint's weights for NaN or infinity and build it again."
                 )
             self._staged = step
-            return Verified(ids, step.hidden)
+            return Verified(ids, step.tap)
 
     def commit(self, rows: Ids) -> None:
         """Keep the first rows[b] staged rows of each sequence and drop the others."""
@@ -129,7 +129,7 @@ class CpuSequences:
 
     def _check_draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> None:
         width = tokens.shape[-1]
-        expected = ((self._batch, width), (self._batch, width, self._spec.hidden_size), (self._batch,))
+        expected = ((self._batch, width), (self._batch, width, self._spec.tap_width), (self._batch,))
         found = (tokens.shape, hidden.shape, rows.shape)
         if found != expected or not width or rows.min() < 0 or rows.max() > width:
             raise ContractError(
@@ -161,6 +161,7 @@ class _Step:
         self.positions = np.zeros((batch, rows), np.int64)
         self.past_length = np.zeros(batch, np.int64)
         self.hidden = np.zeros((batch, rows, spec.hidden_size), np.float32)
+        self.tap = np.zeros((batch, rows, spec.tap_width), np.float32) if spec.mtp and spec.mtp.taps else self.hidden
         # A prefill chunk of one sequence is always kept whole; factors of so many rows would cost memory.
         self._replayable = rows <= limits.max_draft_tokens + 1 or batch > 1
         self._factors = factor_buffers(spec, batch, rows) if self._replayable else {}
@@ -178,6 +179,8 @@ class _Step:
                 **self._state.past(half),
             }
             outputs = {names.HIDDEN: self.hidden, **self._state.present(half), **self._factors}
+            if self.tap is not self.hidden:
+                outputs[names.TAP] = self.tap
             known = {value.name for value in self._sessions.backbone.get_inputs()}
             inputs = {name: array for name, array in inputs.items() if name in known}
             self._bound[half] = Bound(self._sessions.backbone, inputs, outputs)

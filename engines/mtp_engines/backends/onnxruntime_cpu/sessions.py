@@ -14,12 +14,17 @@ from mtp_plugins.graph import IR_VERSION, OPSET
 
 @dataclass(frozen=True)
 class Sessions:
-    """The sessions of one engine; `commit` is None without recurrent layers, `mtp` without a head."""
+    """The sessions of one engine.
+
+    `commit` is None without recurrent layers; `mtp` has one session for each trained depth of the draft
+    head; `draft_head` is None where the head chooses over the target's vocabulary.
+    """
 
     backbone: ort.InferenceSession
     head: ort.InferenceSession
     commit: ort.InferenceSession | None
-    mtp: ort.InferenceSession | None
+    mtp: tuple[ort.InferenceSession, ...]
+    draft_head: ort.InferenceSession | None
 
 
 PROVIDERS = ["CPUExecutionProvider"]

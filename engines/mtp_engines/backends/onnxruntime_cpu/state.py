@@ -10,8 +10,28 @@ import numpy.typing as npt
 from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, zeros
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
-from mtp_engines.contracts.model import AttentionSpec, ModelSpec
+from mtp_engines.contracts.model import AttentionSpec, CachedMixer, ModelSpec
+from mtp_engines.lowering.caches import cache_shape
 from mtp_engines.lowering.commit import factor_shapes
+
+
+class Cache:
+    """The cache of one layer, read and written in place: key and value, or one latent that is both."""
+
+    def __init__(self, layer: int, mixer: CachedMixer, limits: Limits, batch: int) -> None:
+        heads, width = cache_shape(mixer)
+        shape = (batch, heads, limits.capacity, width)
+        self.past: dict[str, AnyArray]
+        self.present: dict[str, AnyArray]
+        if isinstance(mixer, AttentionSpec):
+            key, value = zeros(*shape), zeros(*shape)
+            self.past = {names.past_key(layer): key, names.past_value(layer): value}
+            self.present = {names.present_key(layer): key, names.present_value(layer): value}
+        else:
+            latent = zeros(*shape)
+            name = names.present_latent(layer)
+            self.past = {names.past_latent(layer): latent}
+            self.present = {name: latent, names.again(name): latent}
 
 
 class TargetState:
@@ -24,9 +44,7 @@ class TargetState:
 
     def __init__(self, spec: ModelSpec, limits: Limits, batch: int) -> None:
         self.batch = batch
-        self.caches: dict[int, tuple[AnyArray, AnyArray]] = {
-            index: kv_cache(mixer, limits, batch) for index, mixer in spec.attention_layers()
-        }
+        self.caches = [Cache(index, mixer, limits, batch) for index, mixer in spec.cached_layers()]
         self.recurrent: dict[int, tuple[AnyArray, AnyArray]] = {}
         self.conv: dict[int, tuple[AnyArray, AnyArray]] = {}
         for index, mixer in spec.delta_layers():
@@ -40,8 +58,8 @@ class TargetState:
     def past(self, half: int) -> dict[str, AnyArray]:
         """Inputs of the backbone when `half` is committed."""
         arrays: dict[str, AnyArray] = {}
-        for index, (key, value) in self.caches.items():
-            arrays |= {names.past_key(index): key, names.past_value(index): value}
+        for cache in self.caches:
+            arrays |= cache.past
         for index in self.recurrent:
             arrays |= self.past_of(index, half)
         return arrays
@@ -56,8 +74,8 @@ class TargetState:
     def present(self, half: int) -> dict[str, AnyArray]:
         """Outputs of the backbone when `half` is committed: caches in place, states in the other half."""
         arrays: dict[str, AnyArray] = {}
-        for index, (key, value) in self.caches.items():
-            arrays |= {names.present_key(index): key, names.present_value(index): value}
+        for cache in self.caches:
+            arrays |= cache.present
         for index in self.recurrent:
             arrays |= self.present_of(index, 1 - half)
         return arrays
@@ -72,9 +90,8 @@ class TargetState:
     def snapshot(self, sequence: int, length: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the committed state of one sequence."""
         arrays: dict[str, npt.NDArray[Any]] = {}
-        for index, (key, value) in self.caches.items():
-            arrays[names.past_key(index)] = key[sequence, :, :length].copy()
-            arrays[names.past_value(index)] = value[sequence, :, :length].copy()
+        for cache in self.caches:
+            arrays |= {name: array[sequence, :, :length].copy() for name, array in cache.past.items()}
         for index in self.recurrent:
             arrays[names.past_conv(index)] = self.conv[index][self.committed][sequence].copy()
             arrays[names.past_recurrent(index)] = self.recurrent[index][self.committed][sequence].copy()
@@ -85,12 +102,6 @@ class TargetState:
         self.committed = 0
         for halves in (*self.recurrent.values(), *self.conv.values()):
             halves[0].fill(0)
-
-
-def kv_cache(mixer: AttentionSpec, limits: Limits, batch: int) -> tuple[AnyArray, AnyArray]:
-    """float32[batch, num_kv_heads, capacity, head_dim], twice."""
-    shape = (batch, mixer.num_kv_heads, limits.capacity, mixer.head_dim)
-    return zeros(*shape), zeros(*shape)
 
 
 def factor_buffers(spec: ModelSpec, batch: int, rows: int) -> dict[str, AnyArray]:

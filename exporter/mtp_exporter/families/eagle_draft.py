@@ -1,0 +1,65 @@
+"""EAGLE-1 drafts: one Llama layer over a projection of embedding and hidden state, in a directory of its own.
+
+No norm touches the inputs, the layer has no input norm, and its output is both what the target's vocabulary
+head consumes and what a chained step takes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtp_engines.contracts.model import ModelSpec, MtpSpec
+from mtp_engines.errors import CheckpointError
+from mtp_exporter.checkpoint import Checkpoint
+from mtp_exporter.config import Config
+from mtp_exporter.families.dense import dense_layer, dense_layer_needs
+from mtp_exporter.families.description import Draft, Need
+from mtp_exporter.families.drafts import draft_vocabulary, prefix_of
+
+
+def recognises(checkpoint: Checkpoint) -> bool:
+    """By its tensors: a projection beside layer 0, no middle layer and no layer 1."""
+    prefix = prefix_of(checkpoint, "fc.weight")
+    return (
+        prefix is not None
+        and checkpoint.names(f"{prefix}layers.0.self_attn.q_proj.weight")
+        and not checkpoint.names(f"{prefix}midlayer.self_attn.q_proj.weight")
+        and not checkpoint.names(f"{prefix}norm.weight")
+    )
+
+
+def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
+    """Describe an EAGLE-1 draft of a target.
+
+    Raises:
+        CheckpointError: it was made for a target of another width or vocabulary.
+    """
+    config = Config(checkpoint.config, str(checkpoint.directory / "config.json"))
+    hidden = config.positive("hidden_size")
+    if hidden != target.hidden_size:
+        raise CheckpointError(
+            f"{checkpoint.directory} drafts for targets of hidden size {hidden}, the target has {target.hidden_size}. "
+            "Name the draft that was trained for this target."
+        )
+    config.fixed("hidden_act", "silu")
+    prefix = prefix_of(checkpoint, "fc.weight") or ""
+    bias = checkpoint.names(f"{prefix}layers.0.self_attn.q_proj.bias")
+    layer, notes = dense_layer(config, qk_norm=False, bias=bias)
+    normed = checkpoint.names(f"{prefix}layers.0.input_layernorm.weight")
+    layer = replace(layer, input_norm=normed)
+    vocabulary = draft_vocabulary(checkpoint, config, target, prefix)
+    mtp = MtpSpec(
+        (layer,),
+        hidden,
+        kind="eagle",
+        input_norms=False,
+        join_bias=checkpoint.names(f"{prefix}fc.bias"),
+        output_norm=False,
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        **vocabulary.fields,
+    )
+    needs = [Need("mtp.projection", f"{prefix}fc.weight", (hidden, 2 * hidden))]
+    if mtp.join_bias:
+        needs.append(Need("mtp.projection_bias", f"{prefix}fc.bias", (hidden,)))
+    needs += dense_layer_needs("mtp.layer.", f"{prefix}layers.0.", layer, hidden)
+    return Draft(mtp, (*needs, *vocabulary.needs), vocabulary.ignored, notes)

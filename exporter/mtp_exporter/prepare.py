@@ -1,0 +1,117 @@
+"""From what a user names to a described and fully claimed checkpoint, head included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.errors import BuildError
+from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
+from mtp_exporter.families import describe, describe_draft
+from mtp_exporter.families.description import Claimed, Description, Wanted, claim, differing_copies
+from mtp_exporter.graft import graft_head
+from mtp_exporter.resolve import resolve
+from mtp_exporter.source import Source
+from mtp_exporter.weights import shared_key, stored_bytes
+
+HiddenTap = Literal["post-norm", "pre-norm"]
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """Where the parts of a bundle come from.
+
+    Attributes:
+        model: directory, hub id or short name of the target.
+        mtp: False leaves the target's own head out.
+        mtp_from: checkpoint to take the head from, if the target lost it.
+        draft_model: directory of a separate draft (EAGLE), used in the place of the target's own head.
+        hidden_tap: which hidden state the target's own head is fed; None takes what its family was trained on.
+    """
+
+    model: str
+    mtp: bool = True
+    mtp_from: str | None = None
+    draft_model: str | None = None
+    hidden_tap: HiddenTap | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A described checkpoint with every tensor claimed."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    claimed: Claimed
+    notes: tuple[str, ...]
+
+    @property
+    def source(self) -> Source:
+        """The values by role."""
+        return Source(self.claimed)
+
+    @property
+    def distinct(self) -> dict[str, int]:
+        """Roles without those that share the values of another one, and how many bytes each is in a bundle."""
+        seen: dict[object, str] = {}
+        for role, (need, tensors) in self.claimed.items():
+            seen.setdefault(shared_key(need, tensors), role)
+        return {role: stored_bytes(self.claimed[role][0]) for role in seen.values()}
+
+
+def prepare(ingredients: Ingredients) -> Prepared:
+    """Resolve, describe and claim.
+
+    Raises:
+        CheckpointError: a checkpoint is incomplete, damaged, of an unknown kind, or the parts do not fit.
+        BuildError: options exclude each other.
+    """
+    _check(ingredients)
+    directory = resolve(ingredients.model)
+    checkpoint = open_checkpoint(directory)
+    notes: list[str] = []
+    if ingredients.mtp_from is not None:
+        checkpoint = graft_head(checkpoint, open_checkpoint(resolve(ingredients.mtp_from)))
+        notes.append(f"the MTP head is taken from {ingredients.mtp_from}")
+    own_head = ingredients.mtp and ingredients.draft_model is None
+    description = describe_exactly(checkpoint, Wanted(own_head, ingredients.hidden_tap))
+    claimed = claim(checkpoint, description)
+    notes += [f"ignored {len(keys)} {reason}" for reason, keys in description.ignored.items()]
+    notes += description.notes
+    spec = description.spec
+    if ingredients.draft_model is not None:
+        spec, draft, said = _with_draft(resolve(ingredients.draft_model), spec)
+        claimed |= draft
+        notes += said
+    elif ingredients.hidden_tap is not None and spec.mtp is None:
+        raise BuildError(f"--hidden-tap {ingredients.hidden_tap} is for an MTP head, and {directory} has none.")
+    return Prepared(directory, checkpoint, spec, claimed, tuple(notes))
+
+
+def describe_exactly(checkpoint: Checkpoint, wanted: Wanted) -> Description:
+    """Describe, with the head's own copies of shared tensors where they differ from the target's."""
+    description = describe(checkpoint, wanted)
+    if own := differing_copies(checkpoint, description):
+        return describe(checkpoint, replace(wanted, own_copies=own))
+    return description
+
+
+def _with_draft(directory: Path, target: ModelSpec) -> tuple[ModelSpec, Claimed, list[str]]:
+    """The target with a separate draft as its head, the draft's tensors, and what to tell the user."""
+    checkpoint = open_checkpoint(directory)
+    draft = describe_draft(checkpoint, target)
+    notes = [f"the draft head ({draft.mtp.kind}) is taken from {directory}"]
+    notes += [f"ignored {len(keys)} {reason} of the draft" for reason, keys in draft.ignored.items()]
+    return replace(target, mtp=draft.mtp), claim(checkpoint, draft), [*notes, *draft.notes]
+
+
+def _check(ingredients: Ingredients) -> None:
+    if ingredients.mtp_from is not None and not ingredients.mtp:
+        raise BuildError("--mtp-from takes a head and --no-mtp leaves it out; give one of them.")
+    if ingredients.draft_model is not None and ingredients.mtp_from is not None:
+        raise BuildError("--draft-model and --mtp-from both name a head; give one of them.")
+    if ingredients.draft_model is not None and ingredients.hidden_tap is not None:
+        raise BuildError("--hidden-tap is for an MTP head; a separate draft says itself what it was trained on.")
