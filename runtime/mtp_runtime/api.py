@@ -11,29 +11,41 @@ from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.engine import Engine, Sequences
 from mtp_engines.errors import RequestError
-from mtp_runtime.drafters.first import FirstDrafter
-from mtp_runtime.drafters.mtp import MtpDrafter
-from mtp_runtime.drafters.ngram import NgramDrafter
-from mtp_runtime.drafters.none import NoDrafter
+from mtp_runtime.drafters.draft_model import open_draft_bundle
 from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.drafters.registry import Given, make_drafter, own_head
 from mtp_runtime.ending import Ending
 from mtp_runtime.events import Event, Finished
 from mtp_runtime.loop import Parts, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prompts import Prompts
-from mtp_runtime.request import Prepared, Request, ids_from, request_from
+from mtp_runtime.request import Request, ids_from, request_from
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
 from mtp_runtime.timing import TimedDrafter, TimedSequences
 
 
 class Model:
-    """A loaded bundle. Several threads may generate at once: each generation has a state of its own."""
+    """A loaded bundle. Several threads may generate at once: each generation has a state of its own.
 
-    def __init__(self, bundle: Bundle, engine: Engine, prompts: Prompts) -> None:
+    Attributes:
+        draft: the engine of the draft model, if one was loaded.
+        notes: what its user should know about how the two were loaded, in sentences without a full stop.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        engine: Engine,
+        prompts: Prompts,
+        draft: Engine | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.prompts = prompts
+        self.draft = draft
+        self.notes = notes
 
     @property
     def manifest(self) -> Manifest:
@@ -63,12 +75,14 @@ class Model:
             request = request_from(options, "the request")
         elif options:
             request = request_from({**vars(request), **options}, "the request")
-        prepared = self.prompts.prepare(request, self.manifest)
+        prepared = self.prompts.prepare(request, self.manifest, self.draft is not None)
         sequences = self.engine.sequences()
-        drafter = self._drafter(prepared, sequences)
+        given = Given(prepared.prompt, sequences, self.engine, self.draft, prepared.ngram)
+        drafter = make_drafter(prepared.drafter, given)
         ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
         ending = Ending(prepared.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
-        return self.run(prepared.prompt, sequences, drafter, FixedPolicy(prepared.draft_tokens), ending)
+        policy = FixedPolicy(prepared.draft_tokens)
+        return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter)
 
     def complete(self, request: Request | None = None, **options: Any) -> Finished:
         """Generate to the end and return the last event."""
@@ -79,21 +93,22 @@ class Model:
 
     def drafter(self, sequences: Sequences) -> Drafter:
         """A drafter over the bundle's own head."""
-        return MtpDrafter(sequences, self.engine.spec.tap_width, self.engine.limits.prefill_chunk)
-
-    def _drafter(self, prepared: Prepared, sequences: Sequences) -> Drafter:
-        if prepared.draft_tokens == 0:
-            return NoDrafter()
-        if prepared.drafter == "mtp":
-            return self.drafter(sequences)
-        lookup = NgramDrafter(prepared.prompt)
-        return lookup if prepared.drafter == "ngram" else FirstDrafter([lookup, self.drafter(sequences)])
+        return own_head(self.engine, sequences)
 
     def run(
-        self, prompt: list[int], sequences: Sequences, drafter: Drafter, policy: DraftPolicy, ending: Ending
+        self,
+        prompt: list[int],
+        sequences: Sequences,
+        drafter: Drafter,
+        policy: DraftPolicy,
+        ending: Ending,
+        name: str | None = None,
     ) -> Iterator[Event]:
-        """Generate with parts of the caller's choice; tools use it to force drafts and to look at states."""
-        stats = Stats()
+        """Generate with parts of the caller's choice; tools use it to force drafts and to look at states.
+
+        `name` is that of the drafter, for the statistics.
+        """
+        stats = Stats(drafter=name)
         parts = Parts(
             prefill=TimedSequences(sequences, stats.seconds, ("prefill", "prefill")),
             sequences=TimedSequences(sequences, stats.seconds),
@@ -106,28 +121,38 @@ class Model:
         return run(prompt, parts)
 
 
-def load(bundle: str | Path, threads: int = 0, requests: Iterable[Request] = ()) -> Model:
-    """Open a bundle and its engine.
+def load(
+    bundle: str | Path, threads: int = 0, requests: Iterable[Request] = (), draft_model: str | Path | None = None
+) -> Model:
+    """Open a bundle and its engine, and those of a draft model.
 
     Args:
         bundle: directory that `mtp-export build` wrote.
         threads: intra-op threads; 0 chooses by the size of the model.
         requests: checked before the engine, which can take long, is opened.
+        draft_model: directory of a second bundle, of the same vocabulary, whose model drafts for the first.
 
     Raises:
-        BundleError: incomplete, damaged, or not for this machine.
+        BundleError: incomplete, damaged, or not for this machine; or the draft model has another vocabulary.
         RequestError: one of several `requests` cannot be served; says which.
     """
     opened = open_bundle(Path(bundle))
     prompts = Prompts(opened.directory)
-    _check_all(list(requests), prompts, opened.manifest)
-    return Model(opened, open_engine(opened, threads), prompts)
+    draft, note = (None, None) if draft_model is None else open_draft_bundle(Path(draft_model), opened)
+    _check_all(list(requests), prompts, opened.manifest, draft is not None)
+    return Model(
+        opened,
+        open_engine(opened, threads),
+        prompts,
+        None if draft is None else open_engine(draft, threads),
+        () if note is None else (note,),
+    )
 
 
-def _check_all(requests: list[Request], prompts: Prompts, manifest: Manifest) -> None:
+def _check_all(requests: list[Request], prompts: Prompts, manifest: Manifest, has_draft_model: bool) -> None:
     for number, request in enumerate(requests, 1):
         try:
-            prompts.prepare(request, manifest)
+            prompts.prepare(request, manifest, has_draft_model)
         except RequestError as error:
             if len(requests) == 1:
                 raise

@@ -16,8 +16,9 @@ from mtp_engines.bundle import WEIGHTS, bundles_in
 from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
+from mtp_runtime.drafters.registry import DRAFTERS
 from mtp_runtime.events import Emitted, Finished
-from mtp_runtime.request import DEFAULT_NEW_TOKENS, DRAFTERS, Request, request_from, request_from_json
+from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
 
 _SLOW_BYTES = 256 << 20
 """Weights above this take more than a second to load."""
@@ -42,7 +43,10 @@ def group() -> None:
 @click.option("--chat", is_flag=True, help="Render the prompt with the chat template.")
 @click.option("--max-new-tokens", default=DEFAULT_NEW_TOKENS, show_default=True, help="Most tokens to generate.")
 @click.option("--draft-tokens", type=int, help="Draft tokens a cycle; 0 is plain decoding.  [default: 3]")
-@click.option("--drafter", type=click.Choice(DRAFTERS), help="What drafts.  [default: the MTP head, if there is one]")
+@click.option("--drafter", type=click.Choice(DRAFTERS), help="What drafts.  [default: draft model or head, if any]")
+@click.option("--draft-model", type=click.Path(path_type=Path), help="Bundle of a smaller model that drafts.")
+@click.option("--ngram-min", type=int, help="Shortest match of a lookup.  [default: 2]")
+@click.option("--ngram-max", type=int, help="Longest match of a lookup.  [default: 4]")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at end tokens.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may repeat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
@@ -56,6 +60,9 @@ def generate(
     max_new_tokens: int,
     draft_tokens: int | None,
     drafter: str | None,
+    draft_model: Path | None,
+    ngram_min: int | None,
+    ngram_max: int | None,
     ignore_eos: bool,
     stop: tuple[str, ...],
     as_json: bool,
@@ -67,11 +74,13 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "draft_tokens": draft_tokens,
         "drafter": drafter,
+        "ngram_min": ngram_min,
+        "ngram_max": ngram_max,
         "ignore_eos": ignore_eos,
         "stop": list(stop) or None,
     }
     requests = list(_requests(prompt, prompt_ids, prompts, defaults))
-    model = open_model(bundle, threads, requests)
+    model = open_model(bundle, threads, requests, draft_model)
     for number, request in enumerate(requests, 1):
         if as_json:
             print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)
@@ -81,19 +90,24 @@ def generate(
         _stream(model, request)
 
 
-def open_model(given: Path | None, threads: int, requests: Iterable[Request] = ()) -> Model:
-    """Load the bundle that was named, or the only one; says so on stderr if that takes a while.
+def open_model(
+    given: Path | None, threads: int, requests: Iterable[Request] = (), draft_model: Path | None = None
+) -> Model:
+    """Load the bundle that was named, or the only one; says on stderr if that takes a while, and what to know of it.
 
     Raises:
         RequestError: no bundle can be chosen, or it cannot serve one of the requests.
-        BundleError: it cannot be opened.
+        BundleError: it, or that of the draft model, cannot be opened, or the two do not go together.
     """
     directory = find_bundle(given)
-    weights = directory / WEIGHTS
-    size = weights.stat().st_size if weights.is_file() else 0
+    weights = [place / WEIGHTS for place in (directory, draft_model) if place is not None]
+    size = sum(file.stat().st_size for file in weights if file.is_file())
     if size > _SLOW_BYTES:
         print(f"loading {size / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
-    return load(directory, threads, requests)
+    model = load(directory, threads, requests, draft_model)
+    for note in model.notes:
+        print(note, file=sys.stderr, flush=True)
+    return model
 
 
 def find_bundle(given: Path | None) -> Path:
@@ -186,6 +200,12 @@ def _footer(finished: Finished) -> str:
     after_first = len(finished.token_ids) - 1
     speed = f", {after_first / cycles:.1f} tok/s after the first" if cycles and after_first > 0 else ""
     rate = "n/a" if stats["acceptance_rate"] is None else f"{stats['acceptance_rate']:.0%}"
+    by_source = [
+        f"{source} {stats['accepted_by_source'][source]} of {count}"
+        for source, count in stats["drafted_by_source"].items()
+    ]
+    if by_source:
+        rate += f" ({', '.join(by_source)})"
     ended = f"{len(finished.token_ids)} tokens, {finished.finish_reason}"
     return f"[{ended}; {stats['cycles']} cycles, acceptance {rate}{speed}]"
 

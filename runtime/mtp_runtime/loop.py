@@ -53,7 +53,7 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
         # The rows of the pending token and of every emitted one but the last have been consumed.
         sequences.commit(np.array([len(block)]))
         drafter.observe(np.array(block), verified.hidden[0, : len(block)])
-        stats.add_cycle(len(draft), _delivered(draft, block), len(block))
+        stats.add_cycle(len(draft), _delivered(draft, block), len(block), drafter.source)
         emitted += block
         yield Emitted(tuple(block), ending.text.take())
     rest = ending.text.finish()

@@ -25,13 +25,13 @@ class Prompts:
         self.tokenizer = _load_tokenizer(directory)
         self._config = _load_config(directory / "tokenizer_config.json")
 
-    def prepare(self, request: Request, manifest: Manifest) -> Prepared:
+    def prepare(self, request: Request, manifest: Manifest, has_draft_model: bool = False) -> Prepared:
         """Encode a request and check it against the bundle; needs no engine.
 
         Raises:
             RequestError: the bundle cannot serve it.
         """
-        prepared = check(request, self.encode(request), manifest)
+        prepared = check(request, self.encode(request), manifest, has_draft_model)
         if request.stops and self.tokenizer is None:
             raise RequestError("stop looks for text, but this bundle has no tokenizer; leave it out.")
         return prepared

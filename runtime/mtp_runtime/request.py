@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -11,9 +11,9 @@ from pydantic.dataclasses import dataclass as validated
 
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
+from mtp_runtime.drafters.choice import choose_drafter, choose_ngram
+from mtp_runtime.drafters.registry import DrafterName
 
-DrafterName = Literal["mtp", "ngram", "mtp+ngram", "none"]
-DRAFTERS: tuple[str, ...] = get_args(DrafterName)
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_DRAFT_TOKENS = 3
 
@@ -30,8 +30,12 @@ class Request:
         chat: render `prompt` as one user message.
         max_new_tokens: most tokens to emit; fewer fit if the context ends first.
         draft_tokens: K; None takes 3, or the bundle's limit if that is smaller; 0 is plain decoding.
-        drafter: what proposes the draft: `mtp` (the bundle's own head), `ngram` (prompt lookup), `mtp+ngram` (the
-            lookup where it finds something, the head otherwise) or `none`; None takes the head if there is one.
+        drafter: what proposes the draft: the bundle's own head by its kind (`mtp`, `eagle`, `eagle3`), `draft-model`
+            (a second bundle, loaded with the first), `ngram` (prompt lookup), one of these with `+ngram` (the lookup
+            where it finds something, the other otherwise) or `none`; None takes the draft model if one was loaded,
+            else the head if there is one.
+        ngram_min: shortest ending of the text that a lookup looks for; None takes 2.
+        ngram_max: longest one; None takes 4, at most 16.
         ignore_eos: end tokens do not end the generation.
         stop: texts that end the generation; the result ends before them.
         temperature: 0 only, greedy decoding.
@@ -46,6 +50,8 @@ class Request:
     max_new_tokens: int = DEFAULT_NEW_TOKENS
     draft_tokens: int | None = None
     drafter: DrafterName | None = None
+    ngram_min: int | None = None
+    ngram_max: int | None = None
     ignore_eos: bool = False
     stop: list[str] | str | None = None
     temperature: float = 0.0
@@ -132,16 +138,25 @@ def ids_from(values: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that the bundle can serve: prompt, K and the number of tokens that fit are settled."""
+    """A request that the bundle can serve: all that was left open is settled.
+
+    Attributes:
+        prompt: its token ids.
+        drafter: the name of what drafts; `none` if K is 0.
+        draft_tokens: K.
+        ngram: shortest and longest match of a lookup.
+        limit: most tokens to emit.
+    """
 
     prompt: list[int]
-    drafter: DrafterName
+    drafter: str
     draft_tokens: int
+    ngram: tuple[int, int]
     limit: int
 
 
-def check(request: Request, prompt: list[int], manifest: Manifest) -> Prepared:
-    """Refuse what the bundle cannot do; the decision never depends on K.
+def check(request: Request, prompt: list[int], manifest: Manifest, has_draft_model: bool = False) -> Prepared:
+    """Refuse what the bundle, and a draft model if one was loaded, cannot do; the decision never depends on K.
 
     Raises:
         RequestError: names the option, its value and the limit.
@@ -169,23 +184,21 @@ def check(request: Request, prompt: list[int], manifest: Manifest) -> Prepared:
             f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
             f"Shorten the prompt{remedy}."
         )
-    drafter = request.drafter or ("none" if manifest.model.mtp is None else "mtp")
-    return Prepared(prompt, drafter, _draft_tokens(request, drafter, manifest), min(room, request.max_new_tokens))
+    drafter = choose_drafter(request.drafter, manifest.model, has_draft_model)
+    ngram = choose_ngram(request.ngram_min, request.ngram_max, drafter)
+    draft_tokens = _draft_tokens(request, drafter, manifest)
+    return Prepared(prompt, drafter if draft_tokens else "none", draft_tokens, ngram, min(room, request.max_new_tokens))
 
 
-def _draft_tokens(request: Request, drafter: DrafterName, manifest: Manifest) -> int:
+def _draft_tokens(request: Request, drafter: str, manifest: Manifest) -> int:
     wanted, limit = request.draft_tokens, manifest.limits.max_draft_tokens
-    if "mtp" in drafter and manifest.model.mtp is None:
-        raise RequestError(
-            f"drafter is {drafter!r}, but this bundle was built without an MTP head; use 'ngram' or 'none'."
-        )
     if request.drafter == "none" and wanted:
         raise RequestError(f"drafter is 'none', but draft_tokens is {wanted}; use 0, or another drafter.")
     if drafter == "none":
         if wanted:
             raise RequestError(
-                f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0, or the drafter "
-                "'ngram'."
+                f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0, the drafter "
+                "'ngram', or a draft model."
             )
         return 0
     if wanted is None:

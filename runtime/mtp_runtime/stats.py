@@ -28,6 +28,9 @@ class Stats:
         reached_by_position: cycles that proposed draft[i] and kept every draft before it.
         accepted_by_position: cycles that kept draft[i].
         emitted_histogram: emitted tokens in a cycle -> number of such cycles.
+        drafter: the name of the drafter; None if a tool brought its own, or if several generations differ.
+        drafted_by_source: `drafted` by the name of what made the draft; a lookup before another has two.
+        accepted_by_source: `accepted` in the same way.
         seconds: wall time by part.
     """
 
@@ -39,12 +42,18 @@ class Stats:
     accepted_by_position: list[int] = field(default_factory=list)
     emitted_histogram: dict[int, int] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
+    drafter: str | None = None
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
 
-    def add_cycle(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one cycle."""
+    def add_cycle(self, drafted: int, accepted: int, emitted: int, source: str = "") -> None:
+        """Count one cycle; `source` made its draft."""
         self.cycles += 1
         self.drafted += drafted
         self.accepted += accepted
+        if drafted:
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + drafted
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + accepted
         longest = max(drafted, len(self.proposed_by_position))
         for counts, number in (
             (self.proposed_by_position, drafted),
@@ -76,13 +85,17 @@ class Stats:
             "acceptance_by_position": [_ratio(k, n) for k, n in zip(kept, proposed, strict=True)],
             "conditional_by_position": [_ratio(k, n) for k, n in zip(kept, self.reached_by_position, strict=True)],
             "emitted_per_cycle": _ratio(emitted, self.cycles),
+            "drafter": self.drafter,
+            "drafted_by_source": self.drafted_by_source,
+            "accepted_by_source": self.accepted_by_source,
             "seconds": vars(self.seconds),
         }
 
 
 def merge(parts: list[Stats]) -> Stats:
     """Sum of several generations."""
-    total = Stats()
+    names = {part.drafter for part in parts}
+    total = Stats(drafter=names.pop() if len(names) == 1 else None)
     for part in parts:
         total.cycles += part.cycles
         total.drafted += part.drafted
@@ -92,8 +105,10 @@ def merge(parts: list[Stats]) -> Stats:
             ours.extend([0] * (len(theirs) - len(ours)))
             for position, count in enumerate(theirs):
                 ours[position] += count
-        for length, count in part.emitted_histogram.items():
-            total.emitted_histogram[length] = total.emitted_histogram.get(length, 0) + count
+        for name in ("emitted_histogram", "drafted_by_source", "accepted_by_source"):
+            sums = getattr(total, name)
+            for key, count in getattr(part, name).items():
+                sums[key] = sums.get(key, 0) + count
         for name, value in vars(part.seconds).items():
             setattr(total.seconds, name, getattr(total.seconds, name) + value)
     return total

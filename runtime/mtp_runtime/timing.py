@@ -62,6 +62,11 @@ class TimedDrafter:
     def __init__(self, inner: Drafter, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
         self._inner, self._seconds, self._clock = inner, seconds, clock
 
+    @property
+    def source(self) -> str:
+        """Passed on."""
+        return self._inner.source
+
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Timed: a long prompt is consumed here."""
         with timed(self._seconds, "draft", self._clock):

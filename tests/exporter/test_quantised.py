@@ -407,12 +407,12 @@ def test_a_mixed_checkpoint_is_read_by_its_headers_and_not_by_a_list_that_lies(t
     section = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": ["layers.0.up"]}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
     checkpoint = open_checkpoint(tmp_path)
-    logical = logical_tensors(checkpoint.tensors, checkpoint.config)
+    logical = checkpoint.tensors
     assert set(logical) == {"layers.0.up.weight", "norm.weight", "head.weight", "d2t", "t2d"}
     assert is_same(logical["layers.0.up.weight"].read(), trunk.values)
     assert is_same(logical["head.weight"].read(), head)
     for name in ("norm.weight", "head.weight", "d2t", "t2d"):
-        assert logical[name] is checkpoint.tensors[name]
+        assert logical[name] is checkpoint.stored[name]
     assert describe_methods(logical) == {"BF16": 1, "BOOL": 1, "F32": 1, "F8_E4M3 (block 8x8)": 1, "I64": 1}
 
 

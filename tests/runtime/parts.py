@@ -113,6 +113,8 @@ def limit_only(limit: int, ends: Collection[int] = ()) -> Ending:
 class Scripted:
     """Proposes a known continuation, wrong wherever wrong(cycle, index, draft_tokens) says so."""
 
+    source = "scripted"
+
     def __init__(
         self, prompt: Sequence[int], continuation: Sequence[int], size: int, wrong: Callable[[int, int, int], bool]
     ) -> None:

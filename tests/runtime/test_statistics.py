@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -98,6 +99,37 @@ def test_the_sum_of_statistics_is_that_of_their_cycles() -> None:
     assert merge([]).as_dict()["acceptance_rate"] is None
 
 
+def test_drafts_are_counted_by_what_made_them() -> None:
+    """Cycles without a draft belong to nobody; sums of several generations add up source by source."""
+    first, second, other = Stats(drafter="mtp+ngram"), Stats(drafter="mtp+ngram"), Stats(drafter="mtp")
+    for stats, cycle in (
+        (first, (3, 2, 3, "ngram")),
+        (first, (2, 0, 1, "mtp")),
+        (first, (0, 0, 1, "ngram")),
+        (second, (1, 1, 2, "ngram")),
+        (other, (4, 4, 5, "mtp")),
+    ):
+        stats.add_cycle(*cycle)
+    assert (first.drafted_by_source, first.accepted_by_source) == ({"ngram": 3, "mtp": 2}, {"ngram": 2, "mtp": 0})
+    both, all_three = merge([first, second]).as_dict(), merge([first, second, other]).as_dict()
+    assert (both["drafter"], all_three["drafter"]) == ("mtp+ngram", None)
+    assert both["drafted_by_source"] == {"ngram": 4, "mtp": 2}
+    assert all_three["accepted_by_source"] == {"ngram": 3, "mtp": 4}
+    for sums in (both, all_three):
+        assert sum(sums["drafted_by_source"].values()) == sums["drafted"]
+        assert sum(sums["accepted_by_source"].values()) == sums["accepted"]
+
+
+def test_the_line_after_an_answer_says_what_drafted(markov: Models) -> None:
+    """One source for a drafter alone, each of two with a lookup; nothing where nothing was drafted."""
+    model = markov(draft="third")
+    alone = model.complete(prompt_ids=[5, 6, 7, 5], max_new_tokens=12, draft_tokens=2)
+    both = model.complete(prompt_ids=[5, 6, 7, 5], max_new_tokens=12, draft_tokens=2, drafter="mtp+ngram")
+    assert f"acceptance {alone.stats.accepted / alone.stats.drafted:.0%} (mtp " in _footer(alone)
+    assert re.search(r"\(ngram \d+ of \d+, mtp \d+ of \d+\)", _footer(both))
+    assert "(" not in _footer(model.complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=0))
+
+
 def test_every_accepted_count_is_counted_where_it_belongs(markov: Models) -> None:
     """BM-02 and BM-06: forced counts 0 to K come back in the histogram and by position."""
     reference = plain(markov(), [5], 60)
@@ -149,6 +181,8 @@ class FakeEngine:
 
 class AsksTheEngine:
     """A drafter that asks the fake engine."""
+
+    source = "fake"
 
     def __init__(self, sequences: TimedSequences) -> None:
         self._sequences = sequences

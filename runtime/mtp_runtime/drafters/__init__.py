@@ -1,1 +1,1 @@
-"""What proposes draft tokens; one file each."""
+"""What proposes draft tokens: one file each, all of them in the table of `registry`."""

@@ -13,6 +13,12 @@ class FirstDrafter:
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = tuple(drafters)
+        self._newest = self._drafters[0]
+
+    @property
+    def source(self) -> str:
+        """That of the drafter whose proposal was taken."""
+        return self._newest.source
 
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Tell every drafter."""
@@ -23,5 +29,6 @@ class FirstDrafter:
         """The first proposal that is not empty."""
         for drafter in self._drafters:
             if draft := drafter.propose(draft_tokens):
+                self._newest = drafter
                 return draft
         return []

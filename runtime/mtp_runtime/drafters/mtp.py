@@ -1,4 +1,4 @@
-"""Drafting with the checkpoint's own multi-token-prediction head."""
+"""Drafting with the bundle's own head."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ class MtpDrafter:
     `block` waiting rows (a prompt) are consumed at once.
     """
 
-    def __init__(self, sequences: Sequences, hidden_size: int, block: int) -> None:
+    def __init__(self, sequences: Sequences, block: int, kind: str = "mtp") -> None:
+        """`kind` names the head in the statistics; what it means to draft with it is the engine's business."""
+        self.source = kind
         self._sequences, self._block = sequences, block
         self._tokens: Ids = np.zeros(0, np.int64)
-        self._hidden: Floats = np.zeros((0, hidden_size), np.float32)
+        self._hidden: Floats = np.zeros((0, 0), np.float32)
 
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Keep rows that the head has not seen yet."""
         self._tokens = np.concatenate([self._tokens, tokens])
-        self._hidden = np.concatenate([self._hidden, hidden])
+        # How wide a row is depends on what the head was trained on, so the first rows say it.
+        self._hidden = np.concatenate([self._hidden, hidden]) if len(self._hidden) else hidden.copy()
         while len(self._tokens) > self._block:
             self._consume(self._block, 0)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mtp_engines.engine import Floats, Ids
 
 MIN_MATCH, MAX_MATCH = 2, 4
+LONGEST_MATCH = 16
+"""Longer ones find hardly more, and every token of the text is remembered once for each length."""
 
 
 class NgramDrafter:
@@ -12,6 +14,8 @@ class NgramDrafter:
 
     Needs no head and no model; it pays where the answer repeats its prompt (summaries, edits of code).
     """
+
+    source = "ngram"
 
     def __init__(self, prompt: list[int], min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         """A match is `min_match` to `max_match` tokens long; longer ones are tried first."""

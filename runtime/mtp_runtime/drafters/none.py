@@ -8,6 +8,8 @@ from mtp_engines.engine import Floats, Ids
 class NoDrafter:
     """Proposes nothing and remembers nothing."""
 
+    source = "none"
+
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Nothing to learn."""
 

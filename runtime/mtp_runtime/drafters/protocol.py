@@ -10,13 +10,17 @@ from mtp_engines.engine import Floats, Ids
 class Drafter(Protocol):
     """Proposes tokens for one sequence. Wrong proposals cost time, never correctness."""
 
+    @property
+    def source(self) -> str:
+        """The name, for the statistics, of what made the newest proposal."""
+
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Learn of committed rows.
 
         Args:
             tokens: int64[rows]; the token that follows each committed position.
-            hidden: float32[rows, hidden_size], the target's hidden state of that position. Valid
-                during the call only.
+            hidden: float32[rows, width], the target's hidden state of that position, as its head takes
+                it. Valid during the call only.
         """
 
     def propose(self, draft_tokens: int) -> list[int]:

@@ -13,6 +13,8 @@ Pattern = Callable[[int, int], int]
 class ForcedDrafter:
     """Proposes the plain continuation up to a chosen place and something else from there on."""
 
+    source = "forced"
+
     def __init__(self, prompt_tokens: int, continuation: Sequence[int], vocab_size: int, pattern: Pattern) -> None:
         self._continuation, self._vocab_size, self._pattern = continuation, vocab_size, pattern
         # A row is observed with the token that follows it, so the first emitted token comes with row n - 1.

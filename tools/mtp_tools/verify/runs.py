@@ -55,6 +55,11 @@ class HiddenRecorder:
         self._inner = inner
         self.digests: list[bytes] = []
 
+    @property
+    def source(self) -> str:
+        """That of the drafter."""
+        return self._inner.source
+
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Record each row."""
         self.digests += [digest(row) for row in hidden]

@@ -1,0 +1,81 @@
+"""Drafting with a second, smaller model of the same vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mtp_engines.bundle import Bundle, open_bundle
+from mtp_engines.contracts.manifest import Limits
+from mtp_engines.engine import Floats, Ids, Sequences
+from mtp_engines.errors import BundleError, NumericsError
+from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
+
+
+class DraftModelDrafter:
+    """Proposes what the draft model itself would say next, greedily.
+
+    Only text that is final is committed to the draft model: before a draft it consumes what it has not seen, the
+    newest token included, and the last of these rows gives draft 1. For draft j it verifies drafts 1 to j - 1
+    as one block behind the text and leaves them staged, so the next verify forgets them: a rejection takes nothing
+    back, recurrent states included, and a verify of a few rows costs about as much as one of a single row.
+    """
+
+    source = "draft-model"
+
+    def __init__(self, sequences: Sequences, prompt: list[int], limits: Limits) -> None:
+        """`sequences` are fresh ones of the draft model's engine, `limits` those of its bundle."""
+        self._sequences, self._limits = sequences, limits
+        self._text = prompt[:1]
+        """Every token that is final; the draft model has consumed the first `sequences.lengths[0]` of them."""
+        self._next = -1
+        """The draft model's choice after the text that it has consumed."""
+        self._broken = False
+
+    def observe(self, tokens: Ids, hidden: Floats) -> None:
+        """Append the tokens; the target's hidden rows are not needed."""
+        self._text += tokens.tolist()
+
+    def propose(self, draft_tokens: int) -> list[int]:
+        """At most `draft_tokens` ids, as many as the draft model could answer itself in its own context."""
+        wanted = min(draft_tokens, self._limits.max_model_len - len(self._text))
+        draft: list[int] = []
+        if wanted < 1 or self._broken:
+            return draft
+        try:
+            self._catch_up()
+            draft.append(self._next)
+            while len(draft) < wanted:
+                draft.append(int(self._sequences.verify(np.array([draft]), 1).ids[0, 0]))
+        except NumericsError:
+            # What the text itself broke stays in the caches and states of every later row, so asking again is
+            # vain; what a draft broke was never committed.
+            self._broken = not draft
+        return draft
+
+    def _catch_up(self) -> None:
+        """Consume the text that was not seen yet, in blocks."""
+        while (start := int(self._sequences.lengths[0])) < len(self._text):
+            block = self._text[start : start + self._limits.prefill_chunk]
+            is_last = start + len(block) == len(self._text)
+            ids = self._sequences.verify(np.array([block]), int(is_last)).ids
+            if is_last:
+                self._next = int(ids[0, 0])
+            self._sequences.commit(np.array([len(block)]))
+
+
+def open_draft_bundle(directory: Path, target: Bundle) -> tuple[Bundle, str | None]:
+    """Open the bundle of a draft model for a target.
+
+    Returns:
+        The bundle, and a note for the user if the strings of the two vocabularies could not be compared.
+
+    Raises:
+        BundleError: it cannot be opened, or speaks another vocabulary.
+    """
+    draft = open_bundle(directory)
+    found = compare_vocabularies(*(Vocabulary(b.directory, b.manifest.model.vocab_size) for b in (target, draft)))
+    if found.problem is not None:
+        raise BundleError(found.problem)
+    return draft, found.note
