@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.quantised import StoredTensor, Unsupported, logical_tensors
+from mtp_exporter.quantised import StoredTensor, logical_tensors
 from mtp_exporter.safetensors_file import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -73,10 +73,11 @@ class Checkpoint:
                 )
 
     def _lacks_part(self, name: str, shard: MissingShard) -> bool:
-        """Whether the shard should hold a part of a quantised tensor that cannot be read without it."""
-        stem = name.removesuffix("weight")
-        unread = isinstance(self.tensors.get(name), Unsupported) or name not in self.tensors
-        return unread and stem != name and any(part.startswith(stem) for part in shard.tensors)
+        """Whether the shard should hold a part of a quantised tensor, such as its scales or zero points."""
+        if isinstance(self.tensors.get(name), TensorInfo):
+            return False
+        stem = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+        return any(part.startswith(stem) for part in shard.tensors)
 
     def names(self, name: str) -> bool:
         """Whether the files or the index know a tensor of this name."""

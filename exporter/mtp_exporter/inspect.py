@@ -14,7 +14,7 @@ from mtp_engines.lowering.caches import cache_bytes_per_token
 from mtp_exporter.build import MAX_DRAFT_TOKENS
 from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
 from mtp_exporter.end_tokens import end_tokens
-from mtp_exporter.families import describe
+from mtp_exporter.families import describe, family_of
 from mtp_exporter.families.description import Description, Wanted, claim
 from mtp_exporter.weights import stored_bytes
 
@@ -35,12 +35,12 @@ def inspect_checkpoint(directory: Path) -> dict[str, Any]:
         "directory": str(directory),
         "model_type": checkpoint.config.get("model_type"),
         "architectures": checkpoint.config.get("architectures"),
-        "family": description.spec.family if description else None,
+        "family": _family(checkpoint, description),
         "can_build": not problems,
         "problems": problems,
         "files": _files(checkpoint),
         "parameters": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
-        "dtypes": _dtypes(checkpoint),
+        "dtypes": _dtypes(checkpoint, description),
         "end_tokens": [{"id": token.id, "sources": list(token.sources)} for token in end_tokens(checkpoint)],
         "mtp": _mtp(checkpoint, description),
         "model": _model(description.spec) if description else None,
@@ -66,6 +66,14 @@ def _describe(checkpoint: Checkpoint, problems: list[str]) -> Description | None
     return None
 
 
+def _family(checkpoint: Checkpoint, description: Description | None) -> str | None:
+    """The family's name; that of its file where it describes no target."""
+    if description is not None:
+        return description.spec.family
+    family = family_of(checkpoint)
+    return family.__name__.rsplit(".", 1)[-1] if family else None
+
+
 def _notes(checkpoint: Checkpoint, description: Description | None) -> list[str]:
     notes = list(description.notes) if description else []
     if not (checkpoint.directory / "tokenizer.json").is_file():
@@ -85,11 +93,12 @@ def _files(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """Tensors by group and dtype."""
+def _dtypes(checkpoint: Checkpoint, description: Description | None) -> dict[str, dict[str, int]]:
+    """Tensors by group and dtype, or quantisation method."""
+    head = set(description.mtp_keys) if description else set()
     groups: dict[str, Counter[str]] = {}
     for name, tensor in checkpoint.tensors.items():
-        groups.setdefault(_group(name), Counter())[tensor.dtype] += 1
+        groups.setdefault("mtp" if name in head else _group(name), Counter())[tensor.dtype] += 1
     return {group: dict(sorted(counts.items())) for group, counts in sorted(groups.items())}
 
 

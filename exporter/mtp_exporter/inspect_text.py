@@ -31,9 +31,26 @@ def _model(model: dict[str, Any] | None) -> list[str]:
     if model is None:
         return []
     return [
-        f"layers         {model['layers']}, {model['layer_pattern']} (L gated delta, F full attention)",
+        f"layers         {model['layers']}, {model['layer_pattern']} (L gated delta, F {_attention(model['mixers'])})",
+        *_experts(model),
         f"width          hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, "
         f"head {'tied to the embedding' if model['tied_head'] else 'untied'}, {model['max_position']} positions",
+    ]
+
+
+def _attention(mixers: dict[str, Any]) -> str:
+    return "latent attention" if "latent_attention" in mixers else "full attention"
+
+
+def _experts(model: dict[str, Any]) -> list[str]:
+    moe = model["mlps"].get("moe")
+    if moe is None:
+        return []
+    shared = " and a shared one" if moe["shared_intermediate_size"] else ""
+    groups = f", by {moe['groups']} groups" if moe["groups"] > 1 else ""
+    layers = model["moe_layers"]
+    return [
+        f"experts        {moe['top_k']} of {moe['experts']}{shared} in {layers} of {model['layers']} layers{groups}"
     ]
 
 
@@ -47,7 +64,8 @@ def _mtp(mtp: dict[str, Any] | None) -> list[str]:
     if mtp["first_missing"] and mtp["tensors_found"]:
         lines.append(f"MTP head       first missing: {mtp['first_missing']}")
     if mtp["hidden_tap"]:
-        lines.append(f"MTP head       hidden tap {mtp['hidden_tap']}, concatenation {mtp['concat']}")
+        depths = f", {mtp['depths']} trained depths" if mtp["depths"] > 1 else ""
+        lines.append(f"MTP head       hidden tap {mtp['hidden_tap']}, concatenation {mtp['concat']}{depths}")
     return lines
 
 

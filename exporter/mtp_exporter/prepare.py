@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from mtp_engines.contracts.model import ModelSpec
-from mtp_engines.errors import BuildError
+from mtp_engines.errors import BuildError, CheckpointError
+from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
 from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
 from mtp_exporter.families import describe, describe_draft
 from mtp_exporter.families.description import Claimed, Description, Wanted, claim, differing_copies
@@ -83,7 +84,7 @@ def prepare(ingredients: Ingredients) -> Prepared:
     notes += description.notes
     spec = description.spec
     if ingredients.draft_model is not None:
-        spec, draft, said = _with_draft(resolve(ingredients.draft_model), spec)
+        spec, draft, said = _with_draft(resolve(ingredients.draft_model), directory, spec)
         claimed |= draft
         notes += said
     elif ingredients.hidden_tap is not None and spec.mtp is None:
@@ -99,13 +100,18 @@ def describe_exactly(checkpoint: Checkpoint, wanted: Wanted) -> Description:
     return description
 
 
-def _with_draft(directory: Path, target: ModelSpec) -> tuple[ModelSpec, Claimed, list[str]]:
+def _with_draft(directory: Path, target_directory: Path, target: ModelSpec) -> tuple[ModelSpec, Claimed, list[str]]:
     """The target with a separate draft as its head, the draft's tensors, and what to tell the user."""
     checkpoint = open_checkpoint(directory)
     draft = describe_draft(checkpoint, target)
+    ours, theirs = (Vocabulary(path, target.vocab_size) for path in (target_directory, directory))
+    compared = compare_vocabularies(ours, theirs)
+    if compared.problem:
+        raise CheckpointError(compared.problem[0].upper() + compared.problem[1:])
     notes = [f"the draft head ({draft.mtp.kind}) is taken from {directory}"]
     notes += [f"ignored {len(keys)} {reason} of the draft" for reason, keys in draft.ignored.items()]
-    return replace(target, mtp=draft.mtp), claim(checkpoint, draft), [*notes, *draft.notes]
+    notes += [*draft.notes, *([compared.note] if compared.note else [])]
+    return replace(target, mtp=draft.mtp), claim(checkpoint, draft), notes
 
 
 def _check(ingredients: Ingredients) -> None:

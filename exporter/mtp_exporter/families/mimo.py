@@ -40,17 +40,21 @@ def describe(checkpoint: Checkpoint, wanted: Wanted) -> Description:
     layer, notes = dense_layer(config, qk_norm=False, bias=bool(config.text.get("attention_bias", True)))
     spec = dense_spec(checkpoint, config, "mimo", layer)
     hidden, declared = spec.hidden_size, config.text.get(_FIELD)
-    keys = [tuple(part.key for need in _head_needs(d, layer, hidden) for part in need.parts) for d in range(9)]
+    keys = [
+        tuple(part.key for need in _head_needs(d, layer, hidden) for part in need.parts)
+        for d in range(_MOST_DEPTHS + 1)
+    ]
     depths = require_head(checkpoint, declared, keys.__getitem__, _FIELD, _MOST_DEPTHS) if wanted.mtp else 0
     needs = dense_needs(spec) + [need for depth in range(depths) for need in _head_needs(depth, layer, hidden)]
     if depths:
         mtp = MtpSpec((layer,) * depths, hidden, concat="hidden_first", taps=(len(spec.layers),))
         spec = replace(spec, mtp=mtp)
+    mtp_keys = tuple(key for of_depth in keys[: max(depths, 1)] for key in of_depth)
     ignored, twice = left_out(checkpoint, spec)
     heads = tuple(name for name in checkpoint.tensors if name.startswith("model.mtp_layers."))
     if heads and not wanted.mtp:
         ignored["tensors of the MTP head (--no-mtp)"] = heads
-    return Description(spec, tuple(needs), ignored, declared, keys[0], twice, notes)
+    return Description(spec, tuple(needs), ignored, declared, mtp_keys, twice, notes)
 
 
 def _head_needs(depth: int, layer: LayerSpec, hidden: int) -> list[Need]:

@@ -70,7 +70,7 @@ def describe_stacked(checkpoint: Checkpoint, config: Config, wanted: Wanted, lay
     if tied and _HEAD in checkpoint.tensors:
         duplicates += (Duplicate(_HEAD, _EMBEDDING),)
     ignored = _ignored(checkpoint, duplicates, count, wanted)
-    return Description(spec, tuple(needs), ignored, declared, keys[0], duplicates, layout.notes)
+    return Description(spec, tuple(needs), ignored, declared, _flat(keys[: max(depths, 1)]), duplicates, layout.notes)
 
 
 def routed_moe(config: Config) -> MoeSpec:
@@ -105,6 +105,10 @@ def routed_moe(config: Config) -> MoeSpec:
 
 def _role(depth: int) -> str:
     return f"mtp.{depth}." if depth else "mtp."
+
+
+def _flat(keys: list[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(key for of_depth in keys for key in of_depth)
 
 
 def _keys(needs: list[Need]) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def own_head(engine: Engine, sequences: Sequences) -> Drafter:
 def head_kind(model: ModelSpec) -> str | None:
     """The name of the drafter that the bundle's own head is; None without a head."""
     # A manifest from before there were several kinds does not say.
-    return None if model.mtp is None else getattr(model.mtp, "kind", "mtp")
+    return None if model.mtp is None else model.mtp.kind
 
 
 def base_of(name: str) -> str:
