@@ -1,0 +1,1 @@
+"""MiMo, EAGLE drafts and plain dense targets: built bundles against independent oracles."""
