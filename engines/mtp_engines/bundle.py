@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -203,8 +204,16 @@ def entry_of(path: Path, advance: Callable[[int], None] = lambda size: None) -> 
 
 
 def _read_manifest(path: Path) -> Manifest:
+    content = path.read_bytes()
+    # The version comes first: a manifest of another one has other fields.
+    version = _schema_version(content)
+    if version is not None and version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}. Build the bundle again with "
+            "this release."
+        )
     try:
-        manifest: Manifest = MANIFEST.validate_json(path.read_bytes())
+        manifest: Manifest = MANIFEST.validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -212,12 +221,16 @@ def _read_manifest(path: Path) -> Manifest:
             f"{path} cannot be read: {where}: {first['msg']}. It was written by another version or is damaged; build "
             "the bundle again."
         ) from error
-    if manifest.schema_version != SCHEMA_VERSION:
-        raise BundleError(
-            f"{path} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}. Build the "
-            "bundle again with this release."
-        )
     return manifest
+
+
+def _schema_version(content: bytes) -> object:
+    """What a manifest says its version is; None if it says nothing that can be read."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    return found.get("schema_version") if isinstance(found, dict) else None
 
 
 def _check_file(path: Path, entry: FileEntry, thorough: bool) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError, CheckpointError
 from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
-from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
+from mtp_exporter.checkpoint import Checkpoint, open_checkpoint, same_values
 from mtp_exporter.families import describe, describe_draft
-from mtp_exporter.families.description import Claimed, Description, Wanted, claim, differing_copies
+from mtp_exporter.families.description import Claimed, ClaimedTensor, Description, Wanted, claim, differing_copies
 from mtp_exporter.graft import graft_head
 from mtp_exporter.resolve import resolve
 from mtp_exporter.source import Source
@@ -84,8 +84,9 @@ def prepare(ingredients: Ingredients) -> Prepared:
     notes += description.notes
     spec = description.spec
     if ingredients.draft_model is not None:
-        spec, draft, said = _with_draft(resolve(ingredients.draft_model), directory, spec)
-        claimed |= draft
+        mtp, draft, said = _draft_of(resolve(ingredients.draft_model), directory, spec)
+        mtp, draft = _without_copies(mtp, draft, claimed)
+        spec, claimed = replace(spec, mtp=mtp), claimed | draft
         notes += said
     elif ingredients.hidden_tap is not None and spec.mtp is None:
         raise BuildError(f"--hidden-tap {ingredients.hidden_tap} is for an MTP head, and {directory} has none.")
@@ -100,8 +101,26 @@ def describe_exactly(checkpoint: Checkpoint, wanted: Wanted) -> Description:
     return description
 
 
-def _with_draft(directory: Path, target_directory: Path, target: ModelSpec) -> tuple[ModelSpec, Claimed, list[str]]:
-    """The target with a separate draft as its head, the draft's tensors, and what to tell the user."""
+def _without_copies(mtp: MtpSpec, draft: Claimed, target: Claimed) -> tuple[MtpSpec, Claimed]:
+    """The draft without an embedding or head that only repeats the target's, which are then kept once."""
+    repeated = {role for role in ("embedding", "head") if _repeats(draft.get(f"mtp.{role}"), target[role])}
+    if mtp.draft_vocab_size is not None:
+        repeated.discard("head")  # A table goes with it, which may reorder even a whole vocabulary.
+    kept = {role: claimed for role, claimed in draft.items() if role.removeprefix("mtp.") not in repeated}
+    own_embedding, own_head = (own and role not in repeated for role, own in _own(mtp).items())
+    return replace(mtp, own_embedding=own_embedding, own_head=own_head), kept
+
+
+def _own(mtp: MtpSpec) -> dict[str, bool]:
+    return {"embedding": mtp.own_embedding, "head": mtp.own_head}
+
+
+def _repeats(own: ClaimedTensor | None, target: ClaimedTensor) -> bool:
+    return own is not None and same_values(own[1][0], target[1][0])
+
+
+def _draft_of(directory: Path, target_directory: Path, target: ModelSpec) -> tuple[MtpSpec, Claimed, list[str]]:
+    """A separate draft as the head of a target: what it is, its tensors, and what to tell the user."""
     checkpoint = open_checkpoint(directory)
     draft = describe_draft(checkpoint, target)
     ours, theirs = (Vocabulary(path, target.vocab_size) for path in (target_directory, directory))
@@ -111,7 +130,7 @@ def _with_draft(directory: Path, target_directory: Path, target: ModelSpec) -> t
     notes = [f"the draft head ({draft.mtp.kind}) is taken from {directory}"]
     notes += [f"ignored {len(keys)} {reason} of the draft" for reason, keys in draft.ignored.items()]
     notes += [*draft.notes, *([compared.note] if compared.note else [])]
-    return replace(target, mtp=draft.mtp), claim(checkpoint, draft), notes
+    return draft.mtp, claim(checkpoint, draft), notes
 
 
 def _check(ingredients: Ingredients) -> None:

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from mtp_engines.contracts.model import ModelSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _STRICT = ConfigDict(extra="forbid")
 
 

@@ -99,8 +99,10 @@ class Draft:
     notes: tuple[str, ...] = ()
 
 
-Claimed = dict[str, tuple[Need, tuple[StoredTensor, ...]]]
-"""Role -> need, and the tensor of each of its parts."""
+ClaimedTensor = tuple[Need, tuple[StoredTensor, ...]]
+"""A need, and the tensor of each of its parts."""
+Claimed = dict[str, ClaimedTensor]
+"""By role."""
 
 
 def claim(checkpoint: Checkpoint, description: Description | Draft) -> Claimed:
