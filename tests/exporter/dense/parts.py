@@ -51,6 +51,15 @@ class Pair:
     def broken(self, fault: str | None) -> DenseOracle:
         return open_dense_oracle(self.target, self.draft, fault, self.tap)
 
+    def or_none(self, fault: str) -> DenseOracle | None:
+        """The broken oracle; None where it refuses a fault that could not change anything."""
+        try:
+            return self.broken(fault)
+        except ValueError as error:
+            if "changes nothing" not in str(error):
+                raise
+            return None
+
     @property
     def head(self) -> MtpSpec:
         assert self.model.manifest.model.mtp is not None
@@ -262,10 +271,8 @@ def at(pair: Pair, depth: int) -> dict[str, int]:
 
 def moved(pair: Pair, built: Built, fault: str) -> float | None:
     """How far a bundle is from the oracle with a fault, where that shows most; None if it changes nothing there."""
-    try:
-        wrong = pair.broken(fault)
-    except ValueError as error:
-        assert "changes nothing" in str(error)
+    wrong = pair.or_none(fault)
+    if wrong is None:
         return None
     right, taken = pair.oracle, rows_of_depths(pair)
     forward, first = right.forward(IDS), right.head(*taken[0])

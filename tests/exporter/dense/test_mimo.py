@@ -15,6 +15,7 @@ from mtp_engines.contracts import names
 from mtp_engines.errors import RequestError
 from mtp_exporter.cli import group
 from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.prepare import Ingredients, prepare
 from mtp_tools.verify.checks import checks
 from tests.exporter.dense.parts import (
     IDS,
@@ -368,8 +369,8 @@ def test_a_field_that_says_nothing_leaves_it_to_the_tensors(tmp_path: Path) -> N
     for depths in (0, 1, 2):
         checkpoint = mimo_checkpoint(tmp_path / f"{depths}", seed=1, depths=depths)
         edit_config(checkpoint, without_depths)
-        built = load_model(build_bundle(checkpoint, tmp_path / f"{depths}.out")).manifest.model
-        assert (built.mtp.depth if built.mtp else 0) == depths
+        found = prepare(Ingredients(str(checkpoint))).spec.mtp
+        assert (found.depth if found else 0) == depths
 
 
 def test_another_number_of_depths_than_declared_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Dense targets with every scaling of positions against transformers and the float64 oracle; families that are refused."""
+"""Dense targets with every scaling of positions against transformers and float64; families that are refused."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,15 +36,12 @@ YARN: dict[str, Any] = {
     "truncate": False,
 }
 TARGETS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
-    "llama": (plain_checkpoint, {"kind": "llama"}),
-    "qwen2": (plain_checkpoint, {"kind": "qwen2"}),
-    "qwen3 tied": (plain_checkpoint, {"kind": "qwen3", "tied": True}),
-    "linear": (plain_checkpoint, {"rope_scaling": "linear"}),
-    "linear, old name": (plain_checkpoint, {"rope_scaling": {"type": "linear", "factor": 3.0}}),
-    "llama3": (plain_checkpoint, {"rope_scaling": "llama3"}),
+    "qwen2, linear": (plain_checkpoint, {"kind": "qwen2", "rope_scaling": "linear"}),
+    "qwen3, tied": (plain_checkpoint, {"kind": "qwen3", "tied": True}),
+    "llama, linear under its old name": (plain_checkpoint, {"rope_scaling": {"type": "linear", "factor": 3.0}}),
     "llama3, nested": (plain_checkpoint, {"rope_scaling": "llama3", "nested_rope": True}),
-    "yarn": (plain_checkpoint, {"kind": "qwen3", "rope_scaling": "yarn"}),
-    "yarn, every field": (plain_checkpoint, {"kind": "qwen2", "rope_scaling": YARN}),
+    "qwen3, yarn": (plain_checkpoint, {"kind": "qwen3", "rope_scaling": "yarn"}),
+    "qwen2, yarn with every field": (plain_checkpoint, {"kind": "qwen2", "rope_scaling": YARN}),
     "yarn, length outside": (
         plain_checkpoint,
         {
@@ -53,8 +49,7 @@ TARGETS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
             "original_max_position_embeddings": 128,
         },
     ),
-    "mimo": (mimo_checkpoint, {}),
-    "mimo, yarn": (mimo_checkpoint, {"rope_scaling": "yarn"}),
+    "mimo, llama3": (mimo_checkpoint, {"rope_scaling": "llama3"}),
 }
 
 
@@ -66,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     def get(name: str) -> Pair:
         if name not in pairs:
             make, options = TARGETS[name]
-            checkpoint = make(place / f"{name}.c", seed=3, **options)
+            checkpoint = make(place / f"{name}.c", seed=3, layers=2, **options)
             pairs[name] = pair_of(place / name, checkpoint, draft_tokens=2)
         return pairs[name]
 
@@ -119,20 +114,17 @@ def test_logits_and_states_equal_the_float64_oracle(built: Callable[[str], Pair]
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if "plain" in FAULT_KINDS[fault]])
 def test_control_a_broken_convention_of_a_target_is_noticed(built: Callable[[str], Pair], fault: str) -> None:
     """Every fault that the oracle knows for a target, on every target that has what it is about."""
-    seen = 0
-    for name in (name for name in TARGETS if not name.startswith("mimo")):
-        try:
-            wrong = built(name).broken(fault)
-        except ValueError as error:
-            assert "changes nothing" in str(error)
-            continue
-        seen += 1
-        moved = share(target_run(built(name).model, IDS, [23])[1], wrong.forward(IDS).logits)
-        assert moved > VISIBLE >= 100 * TOLERANCE, f"{name}: this test cannot see that {FAULTS[fault]}"
-    assert seen, "no target has what this fault is about"
+    found = {}
+    for name in TARGETS:
+        pair = built(name)
+        if pair.oracle.kind == "plain" and (wrong := pair.or_none(fault)) is not None:
+            found[name] = share(target_run(pair.model, IDS, [23])[1], wrong.forward(IDS).logits)
+    assert found, "no target has what this fault is about"
+    assert VISIBLE >= 100 * TOLERANCE
+    assert all(moved > VISIBLE for moved in found.values()), f"{found}: this test cannot see that {FAULTS[fault]}"
 
 
-@pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("name", ["qwen2, linear", "llama3, nested", "qwen3, yarn"])
 def test_a_scaled_target_is_lossless(built: Callable[[str], Pair], name: str) -> None:
     assert [line.text for line in checks(built(name).model, 8, 12) if not line.holds] == []
 
@@ -190,9 +182,6 @@ def test_the_command_says_in_one_line_why_a_family_is_not_built(foreign: dict[st
     result = run_command("mtp-export", "build", foreign["glm_moe_dsa"], "--out", tmp_path / "out")
     command_refused(result, *REASONS["glm_moe_dsa"])
     assert leftovers(tmp_path / "out") == []
-    shown = run_command("mtp-export", "inspect", foreign["gemma4_assistant"], "--json")
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["can_build"] is False
 
 
 def test_a_family_that_only_refuses_is_not_offered(tmp_path: Path) -> None:

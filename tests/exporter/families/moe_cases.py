@@ -14,13 +14,15 @@ from mtp_engines.contracts import names
 from mtp_runtime import Model
 from tests.fixtures.moe_families import MAKERS, partial_checkpoint
 from tests.oracles.float64_checkpoint import Array
-from tests.oracles.moe_families import Forward, FamilyOracle, open_oracle
+from tests.oracles.moe_families import FamilyOracle, Forward, open_oracle
 from tests.support import build_bundle, load_model
 
 IDS: list[int] = np.random.default_rng(0).integers(0, 64, 23).tolist()
 # float32 moves the scores of experts by less than 5e-6 over a text; a choice as near as twice that may fall
 # otherwise in float32, and then everything after it.
 MARGIN = 2e-5
+# Some seeds have rows whose delta net gives nearly nothing, which its norm then magnifies, in transformers too.
+SEEDS = {"qwen3_next": 12, "qwen3_5_moe": 6, "deepseek_v3": 6, "glm4_moe": 6}
 
 
 @dataclass(frozen=True)

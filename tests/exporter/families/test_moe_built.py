@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 from mtp_engines.contracts import names
 from mtp_tools.verify.checks import checks
-from tests.exporter.families.moe_cases import IDS, MARGIN, Case, random_case, run_head, run_target
-from tests.fixtures.files import add_tensor, edit_config, read_tensors
+from tests.exporter.families.moe_cases import IDS, MARGIN, SEEDS, Case, random_case, run_head, run_target
+from tests.fixtures.files import add_tensor, edit_config, edit_tensor, read_tensors
 from tests.fixtures.moe_families import MAKERS
 from tests.oracles.float64_checkpoint import Array
 from tests.oracles.float64_layers import FullState, LayerState
@@ -32,7 +31,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "3.5, three value heads to a key head": ("qwen3_5_moe", {"linear_num_value_heads": 15}),
     "3.5, flat, experts split": ("qwen3_5_moe", {"flat": True, **SPLIT}),
     "3.5, trunk split": ("qwen3_5_moe", {"trunk_experts": "split"}),
-    "3.5, flat, head split": ("qwen3_5_moe", {"flat": True, "head_experts": "split"}),
     "deepseek": ("deepseek_v3", {}),
     "deepseek, one query matrix, one group": (
         "deepseek_v3",
@@ -47,12 +45,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm4_moe", {}),
     "glm, no bias, own head": ("glm4_moe", {"bias": False, "own_head": "different"}),
-    "glm, no norms, 2 dense": ("glm4_moe", {"qk_norm": False, "first_k_dense_replace": 2}),
-    "glm, neither, shares not renormalised": ("glm4_moe", {"bias": False, "qk_norm": False, "norm_topk_prob": False}),
+    "glm, no norms, 2 dense, shares not renormalised": (
+        "glm4_moe",
+        {"qk_norm": False, "first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
     "glm, groups, wide shared expert": ("glm4_moe", {"n_group": 4, "topk_group": 2, "n_shared_experts": 3}),
 }
-# Some seeds have rows whose delta net gives nearly nothing, which its norm then magnifies, in transformers too.
-SEEDS = {"qwen3_next": 12, "qwen3_5_moe": 6, "deepseek_v3": 6, "glm4_moe": 6}
 BLOCKS = {"whole": [23], "one by one": [1] * 23, "uneven": [8, 1, 5, 9]}
 # float32 against float64: measured below 5e-5 on hidden rows up to 6 and below 3e-4 on logits up to 37. The
 # mildest fault of `test_moe_faults` moves logits by more than 3e-2.
@@ -130,16 +128,25 @@ def test_prompts_of_several_chunks_are_lossless(tmp_path: Path, family: str) -> 
     assert [line for line in lines if line.text.startswith("prompt of 515 tokens")], "no prompt was long enough"
 
 
-def test_layouts_of_one_qwen3_5_model_give_one_bundle(tmp_path: Path) -> None:
-    """Experts fused or one by one, in trunk and head, nested and flat: the same weights, so the same files."""
-    layouts = [("fused", "fused", False), ("split", "split", True), ("split", "fused", True), ("fused", "split", False)]
-    digests = set()
-    for i, (trunk, head, flat) in enumerate(layouts):
-        options = {"trunk_experts": trunk, "head_experts": head, "flat": flat}
-        checkpoint = MAKERS["qwen3_5_moe"](tmp_path / f"c{i}", seed=6, **options)
-        files = sorted((build_bundle(checkpoint, tmp_path / f"b{i}") / "graphs").iterdir())
-        digests.add(tuple((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files))
-    assert len(digests) == 1
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_experts_that_are_nearly_tied_do_not_stop_a_build(tmp_path: Path, family: str) -> None:
+    """Rounding decides between two experts of equal score, in the graph and in the NumPy forward; both are right.
+
+    Every second expert has almost the router row of the one before it, and with three to choose, the third is
+    always one of such a pair. In a real model of many experts and layers some text row has one.
+    """
+    checkpoint = MAKERS[family](tmp_path / "c", seed=SEEDS[family])
+    for name in read_tensors(checkpoint):
+        if name.endswith(("mlp.gate.weight", "e_score_correction_bias")):
+            edit_tensor(checkpoint, name, _pairs)
+    model = load_model(build_bundle(checkpoint, tmp_path / "b", draft_tokens=2))
+    assert [line.text for line in checks(model, 8, 12) if not line.holds] == []
+
+
+def _pairs(rows: Array) -> Array:
+    paired = rows.copy()
+    paired[1::2] = rows[0::2] * (1 + 1e-7)
+    return paired
 
 
 @pytest.mark.parametrize("q_lora", [True, False])

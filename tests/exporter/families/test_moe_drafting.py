@@ -14,7 +14,7 @@ from tests.oracles.moe_families import FAULTS, Speculation, open_oracle
 from tests.oracles.test_moe_families import HEAD_ALONE, IN_SPECULATION
 from tests.runtime.parts import plain, recorded
 from tests.runtime.test_batch import Slot, _decode
-from tests.support import generate
+from tests.support import build_bundle, generate, load_model
 
 # Found by trying: with these every accepted count occurs at every K, and no expert is chosen by a hair.
 PROMPTS = {family: [7, 40, 20] if family == "deepseek_v3" else [5, 6, 20] for family in MAKERS}
@@ -50,9 +50,7 @@ def test_generations_draft_and_accept_what_the_float64_loop_does(case: Case, dra
     assert run.accepted == want.accepted
     stats = generate(case.model, prompt, NEW, draft_tokens, ignore_eos=True).stats
     assert (stats.drafted, stats.accepted) == (sum(want.drafted), sum(want.accepted))
-    assert stats.emitted_histogram == {
-        count + 1: want.accepted.count(count) for count in sorted(set(want.accepted))
-    }
+    assert stats.emitted_histogram == {count + 1: want.accepted.count(count) for count in sorted(set(want.accepted))}
 
 
 def test_greedy_decoding_is_the_float64_greedy(case: Case) -> None:
@@ -81,6 +79,20 @@ def test_two_sequences_of_a_batch_are_their_solo_runs(case: Case) -> None:
         assert slot.states, "no state was looked at"
         assert all(digests == run.states[length] for length, digests in slot.states.items())
     assert len(set().union(*(slot.accepted for slot in slots))) >= 3, "the sequences hardly ever took turns"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3"])
+def test_a_head_that_is_always_right_has_every_draft_accepted(tmp_path: Path, family: str) -> None:
+    """LD-17: its projection passes on the embedding, which comes first; read the other way round it is never right."""
+    checkpoint = MAKERS[family](tmp_path / "c", seed=1, markov=True)
+    model = load_model(build_bundle(checkpoint, tmp_path / "b", draft_tokens=4))
+    for draft_tokens in range(1, 5):
+        finished = generate(model, [5], 20, draft_tokens)
+        assert list(finished.token_ids) == list(range(6, 26))
+        assert finished.stats.accepted == finished.stats.drafted > 0
+    swapped = open_oracle(checkpoint, "swap_concat").speculate([5], 20, 3)
+    assert sum(swapped.accepted) == 0
+    assert [draft[0] for draft in swapped.drafts if draft] == list(range(6, 24)), "the current token again"
 
 
 # ----------------------------------------------------------------------------------------- faults

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.exporter.families.moe_cases import IDS, MARGIN, case_of, run_head, run_target
+from tests.exporter.families.moe_cases import IDS, MARGIN, SEEDS, case_of, run_head, run_target
 from tests.exporter.families.test_moe_drafting import IN_DRAFTS, IN_IDS
 from tests.fixtures.files import edit_tensor, read_tensors
 from tests.fixtures.moe_families import MAKERS
@@ -20,7 +20,6 @@ from tests.oracles.float64_checkpoint import Array
 from tests.oracles.moe_families import FAULTS, FamilyOracle, open_oracle
 from tests.oracles.test_moe_families import HEAD_ALONE, TARGET_ALONE, VISIBLE, VISIBLE_ELSEWHERE
 
-SEEDS = {"qwen3_next": 12, "qwen3_5_moe": 6, "deepseek_v3": 6, "glm4_moe": 6}
 # As in `test_moe_built`: rounding moves a logit by less than 3e-4, the mildest fault here by more than 1e-1.
 TOLERANCE, FAULT = 1e-3, 3e-2
 # How rows and tokens are paired is the loop's business; the graphs are given both.
@@ -77,9 +76,7 @@ def test_the_bundles_agree_with_the_right_oracle(built: dict[tuple[str, str], Bu
 
 
 @pytest.mark.parametrize(("family", "fault"), IN_GRAPHS)
-def test_control_a_broken_convention_is_noticed(
-    built: dict[tuple[str, str], Built], family: str, fault: str
-) -> None:
+def test_control_a_broken_convention_is_noticed(built: dict[tuple[str, str], Built], family: str, fault: str) -> None:
     found = built[family, fault]
     target, head = _distances(found, open_oracle(found.checkpoint, fault))
     if fault not in HEAD_ALONE:

@@ -9,6 +9,7 @@ import click
 
 from mtp_runtime.api import Model
 from mtp_runtime.cli import bundle_argument, open_model, requests_from_file, threads_option
+from mtp_runtime.drafters.registry import DRAFTERS
 from mtp_runtime.request import Request
 from mtp_runtime.stats import Stats, merge
 
@@ -23,8 +24,19 @@ _HEADER = (
 @click.option("--burst", type=click.IntRange(min=2), default=12, show_default=True, help="Tokens of a short answer.")
 @click.option("--run", type=click.IntRange(min=2), default=96, show_default=True, help="Tokens of a long answer.")
 @click.option("--draft-tokens", default="1,2,3", show_default=True, help="Values of K.")
+@click.option("--drafter", type=click.Choice(DRAFTERS), help="What drafts.  [default: draft model or head, if any]")
+@click.option("--draft-model", type=click.Path(path_type=Path), help="Bundle of a second model that drafts.")
 @threads_option
-def acceptance(bundle: Path | None, prompts: Path, burst: int, run: int, draft_tokens: str, threads: int) -> None:
+def acceptance(
+    bundle: Path | None,
+    prompts: Path,
+    burst: int,
+    run: int,
+    draft_tokens: str,
+    drafter: str | None,
+    draft_model: Path | None,
+    threads: int,
+) -> None:
     """Measure acceptance: short answers and long ones apart, since a tiny model repeats itself in long ones."""
     try:
         widths = [int(part) for part in draft_tokens.split(",")]
@@ -32,8 +44,8 @@ def acceptance(bundle: Path | None, prompts: Path, burst: int, run: int, draft_t
         raise click.UsageError(f"--draft-tokens takes whole numbers with commas, found {draft_tokens!r}.") from error
     if min(widths) < 1:
         raise click.UsageError(f"--draft-tokens is {draft_tokens}; acceptance is measured for values of at least 1.")
-    requests = requests_from_file(prompts, {"ignore_eos": True})
-    model = open_model(bundle, threads, requests)
+    requests = requests_from_file(prompts, {"ignore_eos": True, "drafter": drafter})
+    model = open_model(bundle, threads, requests, draft_model)
     header = _HEADER
     for length in (burst, run):
         for width in widths:
