@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts import names
-from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError, CheckpointError
 from mtp_exporter.pieces import Backbone
 from mtp_exporter.prepare import Ingredients, Prepared, prepare
@@ -24,6 +25,9 @@ from mtp_plugins.arrays import Array
 LEAST_ROWS, DEFAULT_ROWS = 5, 16
 TOLERANCE = 1e-4
 """Greatest difference in a row over the row's greatest value. Rounding of one stage stays under 1e-5."""
+_SHOWN_BY_STAGES = ("layers", "concat", "residual_normed", "norm_epsilon", "own_embedding", "own_head")
+"""Fields of a head that need not agree, since a difference shows in a stage; the others decide which stages there are,
+or what is fed from outside."""
 _FLOOR = 1e-3
 """A row whose values are this much smaller than the stage's greatest is measured against that share of it."""
 
@@ -63,7 +67,8 @@ def compare_bundle(ingredients: Ingredients, bundle: Path, rows: int = DEFAULT_R
     """Run a bundle's graphs and NumPy over one text and compare every row of every stage.
 
     Args:
-        ingredients: where the bundle was made from; `mtp` and `hidden_tap` are taken from the bundle.
+        ingredients: where the bundle was made from; whether there is a head, and which hidden state an embedded one
+            is fed, is taken from the bundle.
         rows: tokens of the text, at least 5: one row hides every mistake in attention.
 
     Raises:
@@ -78,7 +83,7 @@ def compare_bundle(ingredients: Ingredients, bundle: Path, rows: int = DEFAULT_R
     if rows > min(limits.max_model_len, limits.prefill_chunk):
         most = min(limits.max_model_len, limits.prefill_chunk)
         raise BuildError(f"--rows is {rows}, but this bundle runs at most {most} rows at once. Choose at most that.")
-    prepared = prepare(_as_built(ingredients, spec))
+    prepared = _fed_alike(prepare(_as_built(ingredients, spec)), spec)
     differences = tuple(_differences(prepared.spec, spec))
     _same_shape(prepared, opened)
     ids = sample_ids(prepared.directory, spec.vocab_size, rows)
@@ -90,13 +95,22 @@ def compare_bundle(ingredients: Ingredients, bundle: Path, rows: int = DEFAULT_R
 
 
 def _as_built(ingredients: Ingredients, spec: ModelSpec) -> Ingredients:
-    """The ingredients with the choices that the manifest records."""
-    mtp = spec.mtp
-    if mtp is None or ingredients.draft_model is not None:
+    """The ingredients with or without a head, as the bundle has one."""
+    if spec.mtp is None or ingredients.draft_model is not None:
         return replace(ingredients, mtp=False)
-    if mtp.kind != "mtp":
-        raise BuildError(f"The bundle's head is a separate draft ({mtp.kind}); name its directory with --draft-model.")
-    return replace(ingredients, hidden_tap="pre-norm" if mtp.taps else "post-norm")
+    if spec.mtp.kind != "mtp":
+        raise BuildError(
+            f"The bundle's head is a separate draft ({spec.mtp.kind}); name its directory with --draft-model."
+        )
+    return ingredients
+
+
+def _fed_alike(prepared: Prepared, spec: ModelSpec) -> Prepared:
+    """The description with the tap of the bundle, which is an input of an embedded head and not a part of it."""
+    ours, theirs = prepared.spec.mtp, spec.mtp
+    if ours is None or theirs is None or {ours.kind, theirs.kind} != {"mtp"}:
+        return prepared
+    return replace(prepared, spec=replace(prepared.spec, mtp=replace(ours, taps=theirs.taps)))
 
 
 def _differences(ours: ModelSpec, theirs: ModelSpec) -> Iterator[str]:
@@ -109,12 +123,15 @@ def _same_shape(prepared: Prepared, bundle: Bundle) -> None:
     """Refuse to compare models whose stages do not correspond."""
     ours, theirs = prepared.spec, bundle.manifest.model
     depths = (ours.mtp.depth if ours.mtp else 0, theirs.mtp.depth if theirs.mtp else 0)
-    sizes = {
+    sizes: dict[str, tuple[object, object]] = {
         "layers": (len(ours.layers), len(theirs.layers)),
         "hidden_size": (ours.hidden_size, theirs.hidden_size),
         "vocab_size": (ours.vocab_size, theirs.vocab_size),
         "trained depths of the head": depths,
     }
+    for field in fields(MtpSpec) if ours.mtp and theirs.mtp else ():
+        if field.name not in _SHOWN_BY_STAGES:
+            sizes[f"{field.name} of the head"] = (getattr(ours.mtp, field.name), getattr(theirs.mtp, field.name))
     for name, (mine, other) in sizes.items():
         if mine != other:
             raise CheckpointError(
@@ -134,10 +151,22 @@ def _pairs(prepared: Prepared, bundle: Bundle, ids: npt.NDArray[np.int64]) -> It
     for pair in head_pairs(prepared.spec, limits, bundle.mtp, source, ids, taps.states) if bundle.mtp else ():
         output = pair.built if pair.name == names.HIDDEN_OUT else output
         yield pair
-    if output is not None and spec.mtp is not None and spec.mtp.own_head:
+    mtp = prepared.spec.mtp
+    if output is not None and mtp is not None and spec.mtp is not None and (mtp.own_head or spec.mtp.own_head):
         logits.clear()
-        choices(bundle.mtp[0], source, "mtp.head", np.asarray(output, np.float32), logits.append)
+        role = "mtp.head" if mtp.own_head else "head"
+        choices(bundle.mtp[0], source, role, np.asarray(output, np.float32), logits.append)
         yield from (replace(pair, name="logits of the draft head") for pair in logits)
+    if spec.mtp is not None and spec.mtp.draft_vocab_size is not None:
+        yield _table_pair(bundle.mtp[0], source("mtp.ids"))
+
+
+def _table_pair(head: Path, expected: npt.NDArray[np.int64]) -> Pair:
+    """The ids of a reduced vocabulary, as one row of ones with a two wherever they differ."""
+    table = ir.load(head).graph.initializers["mtp.ids"].const_value
+    assert table is not None
+    ones = np.ones((1, len(expected)))
+    return Pair("ids of the draft vocabulary", ones + (table.numpy() != expected), ones)
 
 
 def _measure(pair: Pair) -> StageResult:

@@ -8,7 +8,7 @@ from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families import describe
-from mtp_exporter.families.description import Wanted, differing_copies
+from mtp_exporter.families.description import Wanted, claim, differing_copies
 
 _OWN = ("tied_head", "max_position", "mtp")
 """Fields in which a fine-tune may differ from its base without harm to the head."""
@@ -21,6 +21,7 @@ def graft_head(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
         CheckpointError: the base has no complete head, or the two models differ in a size or convention.
     """
     description = describe(base)
+    claim(base, description)
     if own := differing_copies(base, description):
         description = describe(base, Wanted(own_copies=own))
     if description.spec.mtp is None:

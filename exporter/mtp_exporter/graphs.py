@@ -126,7 +126,7 @@ def _head_layer(
     mixed = stages.keep("attention", decoder.mixer(attention_input, w.below("mixer."), layer.mixer, 0))
     x = stages.keep("first_residual", g.op("Add", x, mixed))
     normed = stages.keep("mlp_input", decoder.norm(x, w["post_norm"]))
-    mlp = stages.keep("mlp", decoder.mlp(normed, w.below("mlp."), layer.mlp))
+    mlp = stages.keep("mlp", decoder.mlp(normed, w.below("mlp."), layer.mlp, "head"))
     return stages.keep("second_residual", g.op("Add", x, mlp))
 
 

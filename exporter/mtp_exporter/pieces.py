@@ -65,6 +65,10 @@ class LayerPiece:
         if self._attends:
             inputs += [names.POSITION_IDS, names.PAST_LENGTH]
         self._outputs = [target, *(_present(name) for name in self._states)]
+        if names.routing(index) in {value.name for node in graph for value in node.outputs}:
+            self._outputs.append(names.routing(index))
+        self.routing: npt.NDArray[np.int64] | None = None
+        """int64[rows, top_k], the experts that each row of the last run was sent to, if the layer has experts."""
         self._session = open_piece(graph, inputs, self._outputs, folder)
 
     def run(self, x: Floats) -> Floats:
@@ -96,12 +100,14 @@ class LayerPiece:
             feed[names.POSITION_IDS] = np.arange(start, start + x.shape[1])[None]
             feed[names.PAST_LENGTH] = np.array([start])
         results = self._session.run(self._outputs, feed)
-        return results[0], dict(zip(states, results[1:], strict=True))
+        if len(results) > 1 + len(states):
+            self.routing = results[-1][0]
+        return results[0], dict(zip(states, results[1:], strict=False))
 
 
 def run_head(
     path: Path, spec: ModelSpec, limits: Limits, depth: int, ids: npt.NDArray[np.int64], hidden: Floats
-) -> dict[str, Floats]:
+) -> dict[str, npt.NDArray[Any]]:
     """One depth of the draft head over a whole text, from an empty cache.
 
     Args:
@@ -109,13 +115,14 @@ def run_head(
         hidden: float32[1, rows, width], the target's tap or the output of the depth before.
 
     Returns:
-        float32[rows, width] of every stage that the graph names, and of its outputs.
+        float32[rows, width] of every stage that the graph names and of its outputs; int64[rows, top_k] of the
+        chosen experts, if there are any.
     """
     assert spec.mtp is not None
     graph = lower(without_head(ir.load(path))).graph
     named = {value.name for node in graph for value in node.outputs}
     wanted = [names.stage(name) for name in names.HEAD_STAGES if names.stage(name) in named]
-    wanted += [name for name in (names.HIDDEN_OUT, names.CHAIN_OUT) if name in named]
+    wanted += [name for name in (names.HIDDEN_OUT, names.CHAIN_OUT, names.routing("head")) if name in named]
     states = empty_states(spec.mtp.layers[depth].mixer, 0, limits)
     feed: Feed = {
         names.INPUT_IDS: ids[None],

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError, CheckpointError
 from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
@@ -96,6 +98,7 @@ def prepare(ingredients: Ingredients) -> Prepared:
 def describe_exactly(checkpoint: Checkpoint, wanted: Wanted) -> Description:
     """Describe, with the head's own copies of shared tensors where they differ from the target's."""
     description = describe(checkpoint, wanted)
+    claim(checkpoint, description)  # Before any weight is read.
     if own := differing_copies(checkpoint, description):
         return describe(checkpoint, replace(wanted, own_copies=own))
     return description
@@ -130,7 +133,22 @@ def _draft_of(directory: Path, target_directory: Path, target: ModelSpec) -> tup
     notes = [f"the draft head ({draft.mtp.kind}) is taken from {directory}"]
     notes += [f"ignored {len(keys)} {reason} of the draft" for reason, keys in draft.ignored.items()]
     notes += [*draft.notes, *([compared.note] if compared.note else [])]
-    return draft.mtp, claim(checkpoint, draft), notes
+    claimed = claim(checkpoint, draft)
+    if "mtp.ids" in claimed:
+        _check_ids(Source(claimed), target.vocab_size)
+    return draft.mtp, claimed, notes
+
+
+def _check_ids(source: Source, vocab_size: int) -> None:
+    """Refuse a table that leads out of the vocabulary."""
+    ids = source("mtp.ids")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        row, (tensor,) = int(outside[0]), source.tensors("mtp.ids")
+        raise CheckpointError(
+            f"Tensor {tensor.name!r} in {tensor.file} makes row {row} of the draft's vocabulary the token {ids[row]}, "
+            f"and the target has 0 to {vocab_size - 1}. Fetch the file again."
+        )
 
 
 def _check(ingredients: Ingredients) -> None:

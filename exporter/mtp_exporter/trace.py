@@ -1,7 +1,7 @@
 """Stage by stage: values of the written graphs beside those of a NumPy forward from the same inputs.
 
 Each layer of the target is computed by NumPy from the graph's own input to that layer, so that a difference
-shows in the stage that makes it, and rounding of earlier layers never decides which experts a row goes to.
+shows in the stage that makes it. Where two experts are nearly equal, NumPy follows the graph's choice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def target_pairs(
     for index in range(len(spec.layers)):
         piece = pieces.layer(index)
         following = piece.run(x)
-        expected = layer_output(spec, source, index, x[0])
+        expected = layer_output(spec, source, index, x[0], piece.routing)
         yield Pair(names.residual(index + 1), following[0], expected, piece, x)
         x = following
         taps.keep(index + 1, x)
@@ -97,7 +97,8 @@ def head_pairs(
         inputs = hidden[:, : len(tokens)]
         built = run_head(path, spec, limits, depth, tokens, inputs)
         last: Array | None = None
-        for stage in head_stages(spec, source, depth, source.gather(embedding, tokens), inputs[0]):
+        routing = built.get(names.routing("head"))
+        for stage in head_stages(spec, source, depth, source.gather(embedding, tokens), inputs[0], routing):
             last = stage.value
             yield Pair(_at_depth(stage.name, depth), built[stage.name], stage.value)
         assert last is not None

@@ -91,6 +91,11 @@ def residual(layer: int) -> str:
     return f"residual.{layer}"
 
 
+def routing(layer: int | str) -> str:
+    """The experts that a layer chose, int64[batch, rows, top_k]; `head` for the layer of a head."""
+    return f"routing.{layer}"
+
+
 HEAD_STAGES = (
     "embedding_norm",
     "hidden_norm",

@@ -20,7 +20,8 @@ def is_tied(checkpoint: Checkpoint, config: Config) -> bool:
     flagged = config.flag("tie_word_embeddings")
     if not checkpoint.names("lm_head.weight"):
         # Without an embedding either, the names are others than expected, which the claim of tensors tells better.
-        if not flagged and any(name.endswith("embed_tokens.weight") for name in checkpoint.tensors):
+        embeddings = (name for name in checkpoint.tensors if name.endswith("embed_tokens.weight"))
+        if not flagged and any(".layers." not in name for name in embeddings):
             raise CheckpointError(
                 f"{checkpoint.directory} holds no 'lm_head.weight', and neither level of config.json sets "
                 "tie_word_embeddings. Set it if embedding and head are one matrix, or restore the tensor."

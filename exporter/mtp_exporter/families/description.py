@@ -140,6 +140,7 @@ def differing_copies(checkpoint: Checkpoint, description: Description) -> frozen
     """
     differing = set()
     for pair in description.duplicates:
+        checkpoint.require(pair.left_out)
         if not same_values(checkpoint.tensors[pair.left_out], checkpoint.tensors[pair.kept]):
             if not pair.own:
                 raise CheckpointError(

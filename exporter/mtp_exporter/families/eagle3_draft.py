@@ -18,7 +18,7 @@ from mtp_exporter.families.description import Draft, Need
 from mtp_exporter.families.drafts import draft_vocabulary, prefix_of
 from mtp_exporter.families.needs import attention_needs, dense_mlp_needs
 
-_UNSUPPORTED = ("norm_before_fc", "next_layer_regular", "fc_norm", "norm_output")
+_UNSUPPORTED = ("norm_before_fc", "next_layer_regular", "fc_norm", "norm_output", "eh_proj_before_attn", "use_aux_norm")
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
@@ -99,6 +99,11 @@ def _either(config: Config, eagle: dict[str, Any], name: str) -> Any:
 def _refuse_variants(config: Config, eagle: dict[str, Any]) -> None:
     config.fixed("hidden_act", "silu")
     config.fixed("num_hidden_layers", 1)
+    if _either(config, eagle, "use_aux_hidden_state") is False:
+        raise CheckpointError(
+            f"{config.path} has use_aux_hidden_state = False, a draft over one hidden state; this release builds "
+            "EAGLE-3 over several taps. Use a draft without it."
+        )
     for name in _UNSUPPORTED:
         if _either(config, eagle, name):
             raise CheckpointError(

@@ -42,6 +42,8 @@ def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
             "Name the draft that was trained for this target."
         )
     config.fixed("hidden_act", "silu")
+    config.fixed("add_para_norm", False)
+    config.fixed("num_hidden_layers", 1)
     prefix = prefix_of(checkpoint, "fc.weight") or ""
     bias = checkpoint.names(f"{prefix}layers.0.self_attn.q_proj.bias")
     layer, notes = dense_layer(config, qk_norm=False, bias=bias)

@@ -105,7 +105,7 @@ def moe_needs(
 def _expert_needs(checkpoint: Checkpoint, role: str, key: str, moe: MoeSpec, hidden: int) -> list[Need]:
     count, size = moe.experts, moe.intermediate_size
     both, down = (count, 2 * size, hidden), (count, hidden, size)
-    if checkpoint.names(f"{key}gate_up_proj"):
+    if any(checkpoint.names(f"{key}{name}") for name in ("gate_up_proj", "down_proj")):
         return [Need(f"{role}gate_up", f"{key}gate_up_proj", both), Need(f"{role}down", f"{key}down_proj", down)]
     pairs = tuple(Part(f"{key}{e}.{name}_proj.weight", (size, hidden)) for e in range(count) for name in ("gate", "up"))
     downs = tuple(Part(f"{key}{e}.down_proj.weight", (hidden, size)) for e in range(count))

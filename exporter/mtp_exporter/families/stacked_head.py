@@ -46,11 +46,17 @@ def describe_stacked(checkpoint: Checkpoint, config: Config, wanted: Wanted, lay
 
     declared = config.text.get(_FIELD)
     keys = [_keys(head_needs(depth)) for depth in range(MOST_DEPTHS + 1)]
-    depths = require_head(checkpoint, declared, keys.__getitem__, _FIELD, MOST_DEPTHS) if wanted.mtp else 0
+    promised = declared if isinstance(declared, int) else 0
+
+    def expected(depth: int) -> tuple[str, ...]:
+        return keys[depth] if depth < promised or _is_head(checkpoint, count + depth) else ()
+
+    depths = require_head(checkpoint, declared, expected, _FIELD, MOST_DEPTHS) if wanted.mtp else 0
     tied, vocab = is_tied(checkpoint, config), config.positive("vocab_size")
     copies = [copy for depth in range(depths) for copy in _copies(checkpoint, count + depth, tied)]
     own = {copy.left_out for copy in copies} & wanted.own_copies
-    head_of_own, embedding_of_own = (_one_owner(own, end) for end in ("shared_head.head.weight", "embed_tokens.weight"))
+    _refuse_mixed_owners(own, depths)
+    head_of_own, embedding_of_own = (_ending(own, end) for end in ("shared_head.head.weight", "embed_tokens.weight"))
     mtp = MtpSpec((head_layer,) * depths, hidden, own_head=bool(head_of_own), own_embedding=bool(embedding_of_own))
     spec = ModelSpec(
         family=layout.family,
@@ -156,22 +162,30 @@ def _copies(checkpoint: Checkpoint, layer: int, tied: bool) -> list[Duplicate]:
     """The embedding and vocabulary head that a stored layer repeats."""
     pairs = {"embed_tokens.weight": _EMBEDDING, "shared_head.head.weight": _EMBEDDING if tied else _HEAD}
     places = {f"model.layers.{layer}.{name}": kept for name, kept in pairs.items()}
-    return [Duplicate(name, kept, own=True) for name, kept in places.items() if name in checkpoint.tensors]
+    return [Duplicate(name, kept, own=True) for name, kept in places.items() if checkpoint.names(name)]
 
 
-def _one_owner(own: set[str], ending: str) -> list[str]:
-    """The tensor of that name which differs from the target's.
+def _is_head(checkpoint: Checkpoint, layer: int) -> bool:
+    """Whether a layer behind the last one is a head, and not a layer of the trunk that the configuration leaves out."""
+    marks = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")
+    return any(checkpoint.names(f"model.layers.{layer}.{mark}.weight") for mark in marks)
+
+
+def _refuse_mixed_owners(own: set[str], depths: int) -> None:
+    """Refuse a head of several depths that does not share the target's embedding and vocabulary head.
 
     Raises:
-        CheckpointError: several depths have one each.
+        CheckpointError: names the first tensor that differs.
     """
-    found = sorted(name for name in own if name.endswith(ending))
-    if len(found) > 1:
+    if own and depths > 1:
         raise CheckpointError(
-            f"{found[0]!r} and {found[1]!r} differ from the target's; one draft head has one of them for all depths. "
-            "Use a checkpoint that shares them."
+            f"{' and '.join(map(repr, sorted(own)))} differ from the target's, and the head has {depths} trained depths, which share the "
+            "target's embedding and vocabulary head here. Use a checkpoint whose copies are equal."
         )
-    return found
+
+
+def _ending(names: set[str], ending: str) -> list[str]:
+    return sorted(name for name in names if name.endswith(ending))
 
 
 def _ignored(
@@ -183,7 +197,8 @@ def _ignored(
     if stored := tuple(name for name in checkpoint.tensors if name.endswith(".rotary_emb.inv_freq")):
         ignored["stored rotary frequencies, which follow from rope_theta"] = stored
     if not wanted.mtp:
-        heads = tuple(f"model.layers.{layers + depth}." for depth in range(MOST_DEPTHS))
+        behind = range(layers, layers + MOST_DEPTHS)
+        heads = tuple(f"model.layers.{layer}." for layer in behind if _is_head(checkpoint, layer))
         if left_out := tuple(name for name in checkpoint.tensors if name.startswith(heads)):
             ignored["tensors of the MTP head (--no-mtp)"] = left_out
     return ignored

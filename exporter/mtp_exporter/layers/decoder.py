@@ -43,15 +43,17 @@ class Decoder:
         """x + mixer(norm(x)), then x + mlp(norm(x)); x is float32[batch, rows, hidden_size]."""
         normed = self.norm(x, w["input_norm"]) if layer.input_norm else x
         x = self._g.op("Add", x, self.mixer(normed, w.below("mixer."), layer.mixer, index))
-        return self._g.op("Add", x, self.mlp(self.norm(x, w["post_norm"]), w.below("mlp."), layer.mlp))
+        return self._g.op("Add", x, self.mlp(self.norm(x, w["post_norm"]), w.below("mlp."), layer.mlp, index))
 
     def norm(self, x: ir.Value, gain: ir.Value) -> ir.Value:
         """RMS norm with the model's epsilon."""
         return rms_norm(self._g, x, gain, self._epsilon)
 
-    def mlp(self, x: ir.Value, w: Weights, mlp: Mlp) -> ir.Value:
-        """Gated MLP or mixture of experts over normed rows."""
-        return gated_mlp(self._g, x, w) if isinstance(mlp, DenseMlpSpec) else mixture_of_experts(self._g, x, w, mlp)
+    def mlp(self, x: ir.Value, w: Weights, mlp: Mlp, index: int | str) -> ir.Value:
+        """Gated MLP or mixture of experts over normed rows of layer `index`."""
+        if isinstance(mlp, DenseMlpSpec):
+            return gated_mlp(self._g, x, w)
+        return mixture_of_experts(self._g, x, w, mlp, names.routing(index))
 
     def mixer(self, x: ir.Value, w: Weights, mixer: Mixer, index: int) -> ir.Value:
         """Attention or recurrence over normed rows; the state of layer `index` enters and leaves the graph."""

@@ -13,10 +13,14 @@ from mtp_plugins.graph import DOMAIN, GraphBuilder
 SUM_EPSILON = 1e-20
 
 
-def mixture_of_experts(g: GraphBuilder, x: ir.Value, w: Weights, moe: MoeSpec) -> ir.Value:
-    """float32[batch, rows, hidden_size] -> the same shape; see `MoeSpec` for the formula."""
+def mixture_of_experts(g: GraphBuilder, x: ir.Value, w: Weights, moe: MoeSpec, name: str) -> ir.Value:
+    """float32[batch, rows, hidden_size] -> the same shape; see `MoeSpec` for the formula.
+
+    The chosen experts get `name`, so that tools can follow a choice between nearly equal ones.
+    """
     with g.scope("moe"):
         ids, weights = _route(g, x, w, moe)
+        g.label(name, ids, "int64", ["batch", "rows", moe.top_k])
         experts = w.below("experts.")
         output = g.op("RoutedExperts", x, ids, weights, experts["gate_up"], experts["down"], domain=DOMAIN)
         if moe.shared_intermediate_size:

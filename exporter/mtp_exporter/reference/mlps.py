@@ -12,6 +12,10 @@ from mtp_plugins.causal_conv_state.reference import silu
 from mtp_plugins.routed_experts.reference import routed_experts
 
 _SUM_EPSILON = 1e-20
+_NEAR_TIE = 1e-4
+"""Share of a row's greatest score. Rounding moves scores by less than 1e-5 of it, and may turn a choice around."""
+
+Ids = npt.NDArray[np.int64]
 
 
 def dense_mlp(weights: Source, x: Array) -> Array:
@@ -19,9 +23,13 @@ def dense_mlp(weights: Source, x: Array) -> Array:
     return np.asarray((silu(x @ weights("gate").T) * (x @ weights("up").T)) @ weights("down").T)
 
 
-def mixture_of_experts(moe: MoeSpec, weights: Source, x: Array) -> Array:
-    """Routed experts and shared expert for float[rows, hidden_size]; one expert is read at a time."""
-    chosen, shares = route(moe, weights, x)
+def mixture_of_experts(moe: MoeSpec, weights: Source, x: Array, preferred: Ids | None = None) -> Array:
+    """Routed experts and shared expert for float[rows, hidden_size]; one expert is read at a time.
+
+    Args:
+        preferred: int64[rows, top_k], taken where they are as good as the best up to rounding.
+    """
+    chosen, shares = route(moe, weights, x, preferred)
     output = routed_experts(
         x,
         chosen,
@@ -35,8 +43,8 @@ def mixture_of_experts(moe: MoeSpec, weights: Source, x: Array) -> Array:
     return np.asarray(output)
 
 
-def route(moe: MoeSpec, weights: Source, x: Array) -> tuple[npt.NDArray[np.int64], Array]:
-    """Chosen experts and their weights, [rows, top_k]; ties go to the lower number."""
+def route(moe: MoeSpec, weights: Source, x: Array, preferred: Ids | None = None) -> tuple[Ids, Array]:
+    """Chosen experts and their weights, [rows, top_k]; near ties go to the preferred ones, ties to the lower number."""
     logits = x @ weights("router").T
     if moe.scoring == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
@@ -44,6 +52,10 @@ def route(moe: MoeSpec, weights: Source, x: Array) -> tuple[npt.NDArray[np.int64
     else:
         scores = 1 / (1 + np.exp(-logits))
     ranked = scores + weights("correction_bias") if moe.correction_bias else scores
+    if preferred is not None:
+        bonus = np.zeros_like(ranked)
+        np.put_along_axis(bonus, preferred, _NEAR_TIE * scores.max(-1, keepdims=True), axis=-1)
+        ranked = ranked + bonus
     if moe.groups > 1:
         grouped = ranked.reshape(len(x), moe.groups, -1)
         strength = np.sort(grouped, axis=-1)[:, :, -2:].sum(-1)

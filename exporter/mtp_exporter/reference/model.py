@@ -11,7 +11,7 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.model import DenseMlpSpec, LayerSpec, Mlp, ModelSpec, MtpSpec
 from mtp_exporter.graphs import head_role
 from mtp_exporter.reference.mixers import mix, rms_norm
-from mtp_exporter.reference.mlps import dense_mlp, mixture_of_experts
+from mtp_exporter.reference.mlps import Ids, dense_mlp, mixture_of_experts
 from mtp_exporter.source import Source
 from mtp_plugins.arrays import Array
 
@@ -24,16 +24,16 @@ class Stage:
     value: Array
 
 
-def layer_output(spec: ModelSpec, source: Source, index: int, x: Array) -> Array:
+def layer_output(spec: ModelSpec, source: Source, index: int, x: Array, preferred: Ids | None = None) -> Array:
     """The residual stream after a layer of the target, from float[rows, hidden_size] before it.
 
-    Rows are positions 0 .. rows - 1 of one sequence.
+    Rows are positions 0 .. rows - 1 of one sequence; `preferred` experts win near ties.
     """
     layer, weights = spec.layers[index], source.below(f"layers.{index}.")
     normed = rms_norm(x, weights("input_norm"), spec.norm_epsilon) if layer.input_norm else x
     x = x + mix(layer.mixer, weights.below("mixer."), normed, spec.norm_epsilon)
     normed = rms_norm(x, weights("post_norm"), spec.norm_epsilon)
-    return np.asarray(x + mlp(layer.mlp, weights.below("mlp."), normed))
+    return np.asarray(x + mlp(layer.mlp, weights.below("mlp."), normed, preferred))
 
 
 def final_hidden(spec: ModelSpec, source: Source, x: Array) -> Array:
@@ -41,12 +41,15 @@ def final_hidden(spec: ModelSpec, source: Source, x: Array) -> Array:
     return rms_norm(x, source("final_norm"), spec.norm_epsilon)
 
 
-def head_stages(spec: ModelSpec, source: Source, depth: int, embeddings: Array, hidden: Array) -> Iterator[Stage]:
+def head_stages(
+    spec: ModelSpec, source: Source, depth: int, embeddings: Array, hidden: Array, preferred: Ids | None = None
+) -> Iterator[Stage]:
     """One depth of the draft head over a whole sequence, from an empty cache.
 
     Args:
         embeddings: float[rows, width]; row p is the token after position p (depth j: the one j further on).
         hidden: float[rows, tap_width], the target's hidden states, or the output of the depth before.
+        preferred: experts that win near ties.
 
     Yields:
         The stages that the head's layout has, in the order of `names.HEAD_STAGES`.
@@ -70,14 +73,20 @@ def head_stages(spec: ModelSpec, source: Source, depth: int, embeddings: Array, 
     if mtp.join == "projection":
         x = joined @ weights("projection").T + (weights("projection_bias") if mtp.join_bias else 0)
         yield Stage(names.stage("projection"), x)
-        yield from _layer_stages(mtp, mtp.layers[depth], weights, epsilon, x, None)
+        yield from _layer_stages(mtp, mtp.layers[depth], weights, epsilon, x, None, preferred)
     else:
         x = normed if mtp.residual_normed else hidden
-        yield from _layer_stages(mtp, mtp.layers[depth], weights, epsilon, x, joined)
+        yield from _layer_stages(mtp, mtp.layers[depth], weights, epsilon, x, joined, preferred)
 
 
 def _layer_stages(
-    mtp: MtpSpec, layer: LayerSpec, weights: Source, epsilon: float, x: Array, attention_input: Array | None
+    mtp: MtpSpec,
+    layer: LayerSpec,
+    weights: Source,
+    epsilon: float,
+    x: Array,
+    attention_input: Array | None,
+    preferred: Ids | None,
 ) -> Iterator[Stage]:
     inner = weights.below("layer.")
     if attention_input is None:
@@ -91,7 +100,7 @@ def _layer_stages(
     yield Stage(names.stage("first_residual"), x)
     normed = rms_norm(x, inner("post_norm"), epsilon)
     yield Stage(names.stage("mlp_input"), normed)
-    added = mlp(layer.mlp, inner.below("mlp."), normed)
+    added = mlp(layer.mlp, inner.below("mlp."), normed, preferred)
     yield Stage(names.stage("mlp"), added)
     x = np.asarray(x + added)
     yield Stage(names.stage("second_residual"), x)
@@ -99,6 +108,6 @@ def _layer_stages(
         yield Stage(names.stage("output"), rms_norm(x, weights("output_norm"), epsilon))
 
 
-def mlp(spec: Mlp, weights: Source, x: Array) -> Array:
+def mlp(spec: Mlp, weights: Source, x: Array, preferred: Ids | None) -> Array:
     """Gated MLP or mixture of experts over normed rows."""
-    return dense_mlp(weights, x) if isinstance(spec, DenseMlpSpec) else mixture_of_experts(spec, weights, x)
+    return dense_mlp(weights, x) if isinstance(spec, DenseMlpSpec) else mixture_of_experts(spec, weights, x, preferred)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtp_engines.bundle import WEIGHTS
 from mtp_engines.contracts import names
-from mtp_engines.errors import CheckpointError, RequestError
+from mtp_engines.errors import CheckpointError, MtpError, RequestError
 from mtp_exporter.prepare import Ingredients, prepare
 from mtp_tools.verify.checks import checks
 from tests.exporter.dense.parts import (
@@ -228,11 +229,10 @@ def test_cycles_without_drafts_leave_the_head_as_it_should_be(partial: Pairs, na
         assert len(set(run.accepted)) > 2
 
 
-@pytest.mark.parametrize(("name", "length"), [("eagle", 519), ("eagle3", 257)])
-def test_prompts_of_one_token_and_of_several_chunks(partial: Pairs, name: str, length: int) -> None:
-    pair = partial(name)
-    agrees(pair, np.random.default_rng(4).integers(0, 64, length).tolist(), 4, 3)
-    assert agrees(pair, [5], 16, 3) > {0}
+def test_prompts_of_one_token_and_of_two_chunks(partial: Pairs) -> None:
+    for name in ("eagle", "eagle3"):
+        assert agrees(partial(name), [5], 16, 3) > {0}
+    agrees(partial("eagle3"), np.random.default_rng(4).integers(0, 64, 259).tolist(), 5, 3)
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -328,6 +328,27 @@ def test_a_variant_that_the_graphs_do_not_compute_is_refused(
     pair = random("eagle3")
     draft = _copy_with(pair.draft, tmp_path / "d", {"eagle_config": {name: True}} if nested else {name: True})
     with refused(name):
+        prepare(Ingredients(str(pair.target), draft_model=str(draft)))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": ["sliding_attention"]},
+        {"use_sliding_window": True},
+        {"mlp_bias": True},
+        {"num_hidden_layers": 2},
+    ],
+    ids=str,
+)
+def test_a_layer_that_the_graphs_do_not_compute_is_refused(
+    random: Pairs, tmp_path: Path, name: str, fields: Options
+) -> None:
+    """The layer of a draft is read as strictly as those of a target."""
+    pair = random(name)
+    draft = _copy_with(pair.draft, tmp_path / "d", fields)
+    with refused(next(iter(fields))):
         prepare(Ingredients(str(pair.target), draft_model=str(draft)))
 
 
@@ -428,8 +449,8 @@ def test_a_smaller_vocabulary_without_its_table_is_refused(odd: Path, tmp_path: 
     [
         (np.arange(31) + 1, ("'d2t'", "[31]", "[32]")),
         ((np.arange(32) + 1).astype(np.float32), ("'d2t'", "F32", "I64")),
-        (np.full(32, 40), ("'d2t'", "71", "64")),
-        (np.full(32, -1), ("'d2t'", "-1")),
+        (np.full(32, 40), ("'d2t'", "row 24", "the token 64", "0 to 63")),
+        (np.full(32, -1), ("'d2t'", "row 0", "the token -1")),
     ],
     ids=["too short", "floats", "ids above the vocabulary", "ids below zero"],
 )
@@ -497,14 +518,39 @@ def test_a_draft_for_another_width_is_refused(tmp_path: Path) -> None:
         build_refused(target, tmp_path / "out", *parts, draft_model=str(draft))
 
 
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "fc.weight", "midlayer.hidden_norm.weight"])
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
 def test_a_narrower_draft_that_lacks_what_it_needs_of_its_own_is_refused(
     random: Pairs, tmp_path: Path, name: str
 ) -> None:
     pair = random("eagle3, narrower, four taps, for qwen2")
-    _copy_with(pair.draft, tmp_path / "d", {})
-    drop_tensors(tmp_path / "d", lambda other: other == name)
-    build_refused(pair.target, tmp_path / "out", str(tmp_path / "d"), draft_model=str(tmp_path / "d"))
+    draft = _copy_with(pair.draft, tmp_path / "d", {})
+    drop_tensors(draft, lambda other: other == name)
+    build_refused(pair.target, tmp_path / "out", f"no {name}", "hidden size 40", draft_model=str(draft))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_draft_that_lacks_one_tensor_is_refused_by_its_name(random: Pairs, tmp_path: Path, name: str) -> None:
+    """LD-06: whichever it is, also one that tells what kind of draft it is."""
+    pair, said = random(name), {}
+    # Shared with the target where they are missing, or not needed.
+    spared = ("embed_tokens.weight", "lm_head.weight", "t2d")
+    for number, tensor in enumerate(sorted(read_tensors(pair.draft or tmp_path))):
+        if tensor not in spared:
+            draft = _copy_with(pair.draft, tmp_path / f"{number}", {})
+            drop_tensors(draft, lambda other, tensor=tensor: other == tensor)
+            with pytest.raises(MtpError) as caught:
+                prepare(Ingredients(str(pair.target), draft_model=str(draft)))
+            said[tensor] = str(caught.value)
+    assert len(said) == {"eagle": 9, "eagle3": 13}[name]
+    assert [tensor for tensor, message in said.items() if f"'{tensor}'" not in message] == []
+
+
+def test_a_smaller_vocabulary_without_its_head_is_refused(random: Pairs, tmp_path: Path) -> None:
+    """LD-25: a head of 44 rows that is lost is not the target's head of 64."""
+    pair = random("eagle3")
+    draft = _copy_with(pair.draft, tmp_path / "d", {})
+    drop_tensors(draft, lambda name: name == "lm_head.weight")
+    build_refused(pair.target, tmp_path / "out", "lm_head.weight", draft_model=str(draft))
 
 
 def test_a_tensor_that_no_rule_knows_is_named(random: Pairs, tmp_path: Path) -> None:
@@ -560,6 +606,26 @@ def test_a_draft_takes_the_place_of_a_head_that_is_there(tmp_path: Path) -> None
     assert load_model(other).manifest.model.mtp.kind == "eagle"
     assert any(f"(eagle) is taken from {draft}" in note for note in notes)
     assert any("--no-mtp" in note or "MTP head" in note for note in notes), "the head left out is mentioned"
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_copies_of_the_targets_matrices_are_kept_once(tmp_path: Path, version: int) -> None:
+    """What only repeats the target is no second matrix of the bundle; what differs in one entry is."""
+    target = plain_checkpoint(tmp_path / "t", seed=3)
+    options: Options = {"version": version, "own_embedding": "copy", "own_head": "copy"}
+    draft = eagle_checkpoint(tmp_path / "d", target=target, seed=4, **options)
+    sizes = {}
+    for label, name in (("copies", None), ("embedding", "embed_tokens.weight"), ("head", "lm_head.weight")):
+        if name is not None:
+            edit_tensor(draft, name, lambda array: array + np.eye(*array.shape))
+        pair = pair_of(tmp_path / label, target, draft)
+        assert pair.head.own_embedding == (label != "copies")
+        assert pair.head.own_head == (label == "head")
+        want = pair.oracle.head_over(IDS).logits
+        outputs, _ = head_run(pair.model, 0, IDS[1:], right_rows(pair))
+        assert share(head_logits(pair.model, outputs), want) < TOLERANCE
+        sizes[label] = pair.model.bundle.manifest.files[WEIGHTS].size
+    assert sizes["embedding"] - sizes["copies"] == sizes["head"] - sizes["embedding"] == 64 * 56 * 4
 
 
 def test_the_head_can_be_asked_for_by_its_kind(partial: Pairs) -> None:

@@ -22,7 +22,7 @@ from tests.fixtures.dense_families import (
     plain_checkpoint,
 )
 from tests.oracles.dense_families import FAULT_KINDS, FAULTS
-from tests.support import build_refused, command_refused, leftovers, run_command
+from tests.support import build_refused
 
 BLOCKS = {"whole": [23], "row by row": [1] * 23, "uneven": [8, 1, 5, 9]}
 YARN: dict[str, Any] = {
@@ -176,12 +176,6 @@ def test_a_family_that_is_not_built_is_recognised_and_refused(
     assert all(part in problem for part in REASONS[name])
     target = plain_checkpoint(tmp_path / "target", seed=1)
     build_refused(target, tmp_path / "out", *REASONS[name], draft_model=str(checkpoint))
-
-
-def test_the_command_says_in_one_line_why_a_family_is_not_built(foreign: dict[str, Path], tmp_path: Path) -> None:
-    result = run_command("mtp-export", "build", foreign["glm_moe_dsa"], "--out", tmp_path / "out")
-    command_refused(result, *REASONS["glm_moe_dsa"])
-    assert leftovers(tmp_path / "out") == []
 
 
 def test_a_family_that_only_refuses_is_not_offered(tmp_path: Path) -> None:

@@ -44,9 +44,10 @@ class DeepHead:
         drafted: list[Ids] = []
         for depth, graph in enumerate(self._graphs):
             proposing = depth < draft_tokens and len(drafted) == depth
-            # Tokens that earlier depths have consumed already, at the very start of a text.
+            # At the start of a text depth j has no use for the first j tokens, drafts among them.
             skip = np.maximum(depth - before, 0)
-            wanted = [known[b][skip[b] :] + [int(d[b]) for d in drafted if proposing] for b in range(self._batch)]
+            drafts = [[int(d[b]) for d in drafted if proposing] for b in range(self._batch)]
+            wanted = [(known[b] + drafts[b])[skip[b] :] for b in range(self._batch)]
             counts = np.array([min(len(wanted[b]), len(inputs[b])) for b in range(self._batch)])
             outputs = self._run(graph, depth, wanted, inputs, counts)
             if proposing:
