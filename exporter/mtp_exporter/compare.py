@@ -97,7 +97,7 @@ def compare_bundle(ingredients: Ingredients, bundle: Path, rows: int = DEFAULT_R
 def _as_built(ingredients: Ingredients, spec: ModelSpec) -> Ingredients:
     """The ingredients with or without a head, as the bundle has one."""
     if spec.mtp is None or ingredients.draft_model is not None:
-        return replace(ingredients, mtp=False)
+        return replace(ingredients, mtp=False, mtp_from=None)
     if spec.mtp.kind != "mtp":
         raise BuildError(
             f"The bundle's head is a separate draft ({spec.mtp.kind}); name its directory with --draft-model."

@@ -21,9 +21,14 @@ class DraftVocabulary:
     ignored: dict[str, tuple[str, ...]]
 
 
-def prefix_of(checkpoint: Checkpoint, name: str) -> str | None:
+def prefix_of(checkpoint: Checkpoint) -> str:
     """What stands before the names of a draft's tensors: nothing, or `model.`."""
-    return next((prefix for prefix in ("", "model.") if checkpoint.names(prefix + name)), None)
+    return "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
+
+
+def has_any(checkpoint: Checkpoint, start: str) -> bool:
+    """Whether there is a tensor whose name starts so."""
+    return any(name.startswith(start) for name in checkpoint.tensors)
 
 
 def draft_vocabulary(checkpoint: Checkpoint, config: Config, target: ModelSpec, prefix: str) -> DraftVocabulary:
@@ -56,6 +61,11 @@ def draft_vocabulary(checkpoint: Checkpoint, config: Config, target: ModelSpec, 
         needs.append(Need("mtp.head", head, (rows, hidden)))
         needs += _table(checkpoint, prefix, rows, vocab)
         fields["draft_vocab_size"] = rows if any(need.transform == "row_to_id" for need in needs) else None
+    elif config.positive("draft_vocab_size", vocab) != vocab or checkpoint.names(f"{prefix}d2t"):
+        raise CheckpointError(
+            f"{checkpoint.directory} drafts over {config.positive('draft_vocab_size', vocab)} of {vocab} tokens and holds "
+            "no lm_head.weight that scores them. Fetch the whole draft."
+        )
     elif hidden != target.hidden_size:
         raise CheckpointError(
             f"{checkpoint.directory} has hidden size {hidden} and no lm_head.weight, and the target's vocabulary head "

@@ -13,18 +13,18 @@ from mtp_engines.contracts.model import AttentionSpec, DenseMlpSpec, ModelSpec, 
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.config import Config
-from mtp_exporter.families.dense import dense_layer
+from mtp_exporter.families.dense import dense_layer, full_attention_only
 from mtp_exporter.families.description import Draft, Need
-from mtp_exporter.families.drafts import draft_vocabulary, prefix_of
+from mtp_exporter.families.drafts import draft_vocabulary, has_any, prefix_of
 from mtp_exporter.families.needs import attention_needs, dense_mlp_needs
 
 _UNSUPPORTED = ("norm_before_fc", "next_layer_regular", "fc_norm", "norm_output", "eh_proj_before_attn", "use_aux_norm")
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
-    """By its tensors: a projection of the taps and a middle layer (or layer 0) with a norm for the hidden state."""
-    prefix = prefix_of(checkpoint, "fc.weight")
-    return prefix is not None and _layer(checkpoint, prefix) is not None
+    """By its tensors: a middle layer, or a layer 0 with a norm for the hidden state."""
+    prefix = prefix_of(checkpoint)
+    return has_any(checkpoint, f"{prefix}midlayer.") or checkpoint.names(f"{prefix}layers.0.hidden_norm.weight")
 
 
 def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
@@ -34,8 +34,8 @@ def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
         CheckpointError: it was made for another width or vocabulary, or has a variant that is not built.
     """
     config = Config(checkpoint.config, str(checkpoint.directory / "config.json"))
-    prefix = prefix_of(checkpoint, "fc.weight") or ""
-    key = _layer(checkpoint, prefix) or ""
+    prefix = prefix_of(checkpoint)
+    key = f"{prefix}midlayer." if has_any(checkpoint, f"{prefix}midlayer.") else f"{prefix}layers.0."
     eagle = config.text.get("eagle_config")
     eagle = eagle if isinstance(eagle, dict) else {}
     _refuse_variants(config, eagle)
@@ -75,12 +75,6 @@ def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
     return Draft(mtp, (*needs, *vocabulary.needs), vocabulary.ignored, notes)
 
 
-def _layer(checkpoint: Checkpoint, prefix: str) -> str | None:
-    """Prefix of the one layer."""
-    names = (f"{prefix}midlayer.", f"{prefix}layers.0.")
-    return next((name for name in names if checkpoint.names(f"{name}hidden_norm.weight")), None)
-
-
 def _either(config: Config, eagle: dict[str, Any], name: str) -> Any:
     """A field of eagle_config or of the level above.
 
@@ -97,7 +91,7 @@ def _either(config: Config, eagle: dict[str, Any], name: str) -> Any:
 
 
 def _refuse_variants(config: Config, eagle: dict[str, Any]) -> None:
-    config.fixed("hidden_act", "silu")
+    full_attention_only(config)
     config.fixed("num_hidden_layers", 1)
     if _either(config, eagle, "use_aux_hidden_state") is False:
         raise CheckpointError(
@@ -148,4 +142,4 @@ def _taps(config: Config, eagle: dict[str, Any], layers: int) -> tuple[int, ...]
 
 
 def _is_layer(index: object, shift: int, layers: int) -> bool:
-    return isinstance(index, int) and not isinstance(index, bool) and 0 <= index + shift <= layers
+    return isinstance(index, int) and not isinstance(index, bool) and 0 <= index < layers + (1 - shift)

@@ -12,20 +12,18 @@ from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.config import Config
-from mtp_exporter.families.dense import dense_layer, dense_layer_needs
+from mtp_exporter.families.dense import dense_layer, dense_layer_needs, full_attention_only
 from mtp_exporter.families.description import Draft, Need
-from mtp_exporter.families.drafts import draft_vocabulary, prefix_of
+from mtp_exporter.families.drafts import draft_vocabulary, has_any, prefix_of
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
-    """By its tensors: a projection beside layer 0, no middle layer and no layer 1."""
-    prefix = prefix_of(checkpoint, "fc.weight")
-    return (
-        prefix is not None
-        and checkpoint.names(f"{prefix}layers.0.self_attn.q_proj.weight")
-        and not checkpoint.names(f"{prefix}midlayer.self_attn.q_proj.weight")
-        and not checkpoint.names(f"{prefix}norm.weight")
-    )
+    """By its tensors: layer 0 without a final norm, and a projection or, if that was lost, nothing but that layer."""
+    prefix = prefix_of(checkpoint)
+    if checkpoint.names(f"{prefix}norm.weight") or not has_any(checkpoint, f"{prefix}layers.0."):
+        return False
+    alone = checkpoint.config.get("num_hidden_layers") == 1 and not checkpoint.names("lm_head.weight")
+    return checkpoint.names(f"{prefix}fc.weight") or (alone and not has_any(checkpoint, f"{prefix}layers.1."))
 
 
 def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
@@ -41,10 +39,10 @@ def describe_draft(checkpoint: Checkpoint, target: ModelSpec) -> Draft:
             f"{checkpoint.directory} drafts for targets of hidden size {hidden}, the target has {target.hidden_size}. "
             "Name the draft that was trained for this target."
         )
-    config.fixed("hidden_act", "silu")
+    full_attention_only(config)
     config.fixed("add_para_norm", False)
     config.fixed("num_hidden_layers", 1)
-    prefix = prefix_of(checkpoint, "fc.weight") or ""
+    prefix = prefix_of(checkpoint)
     bias = checkpoint.names(f"{prefix}layers.0.self_attn.q_proj.bias")
     layer, notes = dense_layer(config, qk_norm=False, bias=bias)
     normed = checkpoint.names(f"{prefix}layers.0.input_layernorm.weight")

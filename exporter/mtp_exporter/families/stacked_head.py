@@ -178,9 +178,10 @@ def _refuse_mixed_owners(own: set[str], depths: int) -> None:
         CheckpointError: names the first tensor that differs.
     """
     if own and depths > 1:
+        named = " and ".join(map(repr, sorted(own)))
         raise CheckpointError(
-            f"{' and '.join(map(repr, sorted(own)))} differ from the target's, and the head has {depths} trained depths, which share the "
-            "target's embedding and vocabulary head here. Use a checkpoint whose copies are equal."
+            f"{named} differ from the target's, and the head has {depths} trained depths, which share the target's "
+            "embedding and vocabulary head here. Use a checkpoint whose copies are equal."
         )
 
 

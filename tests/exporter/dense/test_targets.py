@@ -36,20 +36,21 @@ YARN: dict[str, Any] = {
     "truncate": False,
 }
 TARGETS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
-    "qwen2, linear": (plain_checkpoint, {"kind": "qwen2", "rope_scaling": "linear"}),
-    "qwen3, tied": (plain_checkpoint, {"kind": "qwen3", "tied": True}),
-    "llama, linear under its old name": (plain_checkpoint, {"rope_scaling": {"type": "linear", "factor": 3.0}}),
-    "llama3, nested": (plain_checkpoint, {"rope_scaling": "llama3", "nested_rope": True}),
-    "qwen3, yarn": (plain_checkpoint, {"kind": "qwen3", "rope_scaling": "yarn"}),
+    "qwen2, linear under its old name": (
+        plain_checkpoint,
+        {"kind": "qwen2", "rope_scaling": {"type": "linear", "factor": 3.0}},
+    ),
+    "llama, llama3, nested": (plain_checkpoint, {"rope_scaling": "llama3", "nested_rope": True}),
+    "qwen3, tied, yarn": (plain_checkpoint, {"kind": "qwen3", "tied": True, "rope_scaling": "yarn"}),
     "qwen2, yarn with every field": (plain_checkpoint, {"kind": "qwen2", "rope_scaling": YARN}),
-    "yarn, length outside": (
+    "llama, yarn, length outside": (
         plain_checkpoint,
         {
             "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3},
             "original_max_position_embeddings": 128,
         },
     ),
-    "mimo, llama3": (mimo_checkpoint, {"rope_scaling": "llama3"}),
+    "mimo, linear": (mimo_checkpoint, {"rope_scaling": "linear"}),
 }
 
 
@@ -124,7 +125,7 @@ def test_control_a_broken_convention_of_a_target_is_noticed(built: Callable[[str
     assert all(moved > VISIBLE for moved in found.values()), f"{found}: this test cannot see that {FAULTS[fault]}"
 
 
-@pytest.mark.parametrize("name", ["qwen2, linear", "llama3, nested", "qwen3, yarn"])
+@pytest.mark.parametrize("name", ["qwen2, linear under its old name", "llama, llama3, nested", "qwen3, tied, yarn"])
 def test_a_scaled_target_is_lossless(built: Callable[[str], Pair], name: str) -> None:
     assert [line.text for line in checks(built(name).model, 8, 12) if not line.holds] == []
 
