@@ -64,8 +64,8 @@ def draft_vocabulary(checkpoint: Checkpoint, config: Config, target: ModelSpec, 
     elif config.positive("draft_vocab_size", vocab) != vocab or checkpoint.names(f"{prefix}d2t"):
         rows = config.positive("draft_vocab_size", vocab)
         raise CheckpointError(
-            f"{checkpoint.directory} drafts over {rows} of {vocab} tokens and holds no lm_head.weight that scores them. "
-            "Fetch the whole draft."
+            f"{checkpoint.directory} drafts over {rows} of {vocab} tokens and holds no lm_head.weight that scores "
+            "them. Fetch the whole draft."
         )
     elif hidden != target.hidden_size:
         raise CheckpointError(
