@@ -61,16 +61,16 @@ def draft_vocabulary(checkpoint: Checkpoint, config: Config, target: ModelSpec, 
         needs.append(Need("mtp.head", head, (rows, hidden)))
         needs += _table(checkpoint, prefix, rows, vocab)
         fields["draft_vocab_size"] = rows if any(need.transform == "row_to_id" for need in needs) else None
+    elif hidden != target.hidden_size:
+        raise CheckpointError(
+            f"{checkpoint.directory} has hidden size {hidden} and no lm_head.weight, and the target's vocabulary head "
+            f"takes {target.hidden_size}. Fetch the whole draft."
+        )
     elif config.positive("draft_vocab_size", vocab) != vocab or checkpoint.names(f"{prefix}d2t"):
         rows = config.positive("draft_vocab_size", vocab)
         raise CheckpointError(
             f"{checkpoint.directory} drafts over {rows} of {vocab} tokens and holds no lm_head.weight that scores "
             "them. Fetch the whole draft."
-        )
-    elif hidden != target.hidden_size:
-        raise CheckpointError(
-            f"{checkpoint.directory} has hidden size {hidden} and no lm_head.weight, and the target's vocabulary head "
-            f"takes {target.hidden_size}. Fetch the whole draft."
         )
     tables = tuple(f"{prefix}{name}" for name in ("t2d", "d2t") if f"{prefix}{name}" in checkpoint.tensors)
     used = {part.key for need in needs for part in need.parts}
