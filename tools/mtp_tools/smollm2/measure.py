@@ -78,7 +78,7 @@ def measure(
     """
     every = (0, *widths)
     rounds: dict[str, list[Round]] = {prompt.kind: [] for prompt in prompts}
-    times: dict[int, list[float]] = {width + 1: [] for width in every}
+    times: dict[int, list[float]] = {rows: [] for rows in range(1, max(every) + 2)}
     _run(model, prompts[0], max(every), new_tokens)  # The first run pays for pages that later ones find in memory.
     for repeat in range(repeats):
         # Another order each time, so that no K always follows the same one.
