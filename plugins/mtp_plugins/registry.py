@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from mtp_plugins import (
+    accept,
     cached_attention,
     causal_conv_state,
+    deferred_conv,
+    deferred_delta,
     delta_gate,
     gated_delta,
     latent_attention,
@@ -15,8 +18,11 @@ from mtp_plugins.operator import Operator
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
+        accept.OPERATOR,
         cached_attention.OPERATOR,
         causal_conv_state.OPERATOR,
+        deferred_conv.OPERATOR,
+        deferred_delta.OPERATOR,
         delta_gate.OPERATOR,
         gated_delta.OPERATOR,
         latent_attention.OPERATOR,

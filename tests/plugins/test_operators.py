@@ -27,6 +27,8 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 2, 12, 7
 # float32 against float64: rounding stays under 2e-6 at these sizes, a wrong term moves more than 1e-2.
 TOLERANCE = 2e-5
 PAST = np.array([9, 4])
+# What decides on the device what was kept has tests of its own: test_deferred_operators.py.
+CANONICAL = sorted(set(OPERATORS) - {"Accept", "DeferredConv", "DeferredDelta"})
 
 Arrays = dict[str, np.ndarray]
 
@@ -154,7 +156,7 @@ def visible(name: str, outputs: list[np.ndarray], x: Arrays) -> list[np.ndarray]
     return [outputs[0], *(np.concatenate([c[b, :, r] for b, r in enumerate(rows)], axis=1) for c in outputs[1:])]
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", CANONICAL)
 @pytest.mark.parametrize("lowered", [False, True], ids=["body", "kernels"])
 def test_an_operator_equals_its_reference(name: str, lowered: bool) -> None:
     x, attributes = feeds(name)
@@ -205,7 +207,7 @@ def test_control_a_wrong_input_is_noticed(name: str, fault: str, change: Callabl
     assert np.abs(got[0] - wrong[0]).max() > 100 * TOLERANCE, f"this test cannot see {fault}"
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", CANONICAL)
 def test_rows_of_the_kernels_do_not_depend_on_their_number(name: str) -> None:
     x, attributes = feeds(name)
     opened = session(name, x, attributes, lowered=True)

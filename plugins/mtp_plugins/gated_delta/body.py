@@ -11,15 +11,32 @@ from mtp_plugins.graph import GraphBuilder
 def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     """See `OPERATOR` for shapes; heads and widths are read from past_state and key."""
     query, key, value, decay, beta, past = inputs
-    key_dim = g.op("Shape", past, start=2, end=3)
-    value_shape = g.op("Concat", _axes(g, value, 0, 2), _axes(g, past, 1, 2), _axes(g, past, 3, 4), axis=0)
+    key_dim = axes(g, past, 2, 3)
     unit_query = _unit(g, _split_heads(g, query, key_dim))
     unit_key = _unit(g, _split_heads(g, key, key_dim))
     scale = g.op("Reciprocal", g.op("Sqrt", g.op("Cast", key_dim, to=int(ir.DataType.FLOAT))))
+    output, present = scan_rows(g, g.op("Mul", unit_query, scale), unit_key, value, decay, beta, past)
+    return [output, present, g.op("Reshape", unit_key, g.op("Shape", key))]
+
+
+def scan_rows(
+    g: GraphBuilder,
+    query: ir.Value,
+    unit_key: ir.Value,
+    value: ir.Value,
+    decay: ir.Value,
+    beta: ir.Value,
+    past: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """Output of every row, like `value`, and the state after the last one.
+
+    query (scaled) and unit_key are [batch, rows, num_key_heads, key_dim], the others as `OPERATOR` says.
+    """
+    value_shape = g.op("Concat", axes(g, value, 0, 2), axes(g, past, 1, 2), axes(g, past, 3, 4), axis=0)
     rows = g.op_multi(
         "Scan",
         past,
-        _repeat(g, g.op("Mul", unit_query, scale), past),
+        _repeat(g, query, past),
         _repeat(g, unit_key, past),
         g.op("Reshape", value, value_shape),
         decay,
@@ -30,16 +47,16 @@ def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
         scan_input_axes=[1] * 5,
         scan_output_axes=[1],
     )
-    output = g.op("Reshape", rows[1], g.op("Shape", value))
-    return [output, rows[0], g.op("Reshape", unit_key, g.op("Shape", key))]
+    return g.op("Reshape", rows[1], g.op("Shape", value)), rows[0]
 
 
-def _axes(g: GraphBuilder, value: ir.Value, start: int, end: int) -> ir.Value:
+def axes(g: GraphBuilder, value: ir.Value, start: int, end: int) -> ir.Value:
+    """Sizes of the axes start..end-1 of a value."""
     return g.op("Shape", value, start=start, end=end)
 
 
 def _split_heads(g: GraphBuilder, x: ir.Value, head_dim: ir.Value) -> ir.Value:
-    return g.op("Reshape", x, g.op("Concat", _axes(g, x, 0, 2), g.constant([-1]), head_dim, axis=0))
+    return g.op("Reshape", x, g.op("Concat", axes(g, x, 0, 2), g.constant([-1]), head_dim, axis=0))
 
 
 def _unit(g: GraphBuilder, x: ir.Value) -> ir.Value:
@@ -49,10 +66,10 @@ def _unit(g: GraphBuilder, x: ir.Value) -> ir.Value:
 
 def _repeat(g: GraphBuilder, x: ir.Value, past: ir.Value) -> ir.Value:
     """[batch, rows, key_heads, dim] -> [batch, rows, value_heads, dim], each head r times in a row."""
-    heads = _axes(g, x, 2, 3)
-    times = g.op("Div", _axes(g, past, 1, 2), heads)
-    wide = g.op("Concat", _axes(g, x, 0, 3), times, _axes(g, x, 3, 4), axis=0)
-    final = g.op("Concat", _axes(g, x, 0, 2), _axes(g, past, 1, 2), _axes(g, x, 3, 4), axis=0)
+    heads = axes(g, x, 2, 3)
+    times = g.op("Div", axes(g, past, 1, 2), heads)
+    wide = g.op("Concat", axes(g, x, 0, 3), times, axes(g, x, 3, 4), axis=0)
+    final = g.op("Concat", axes(g, x, 0, 2), axes(g, past, 1, 2), axes(g, x, 3, 4), axis=0)
     return g.op("Reshape", g.op("Expand", g.op("Unsqueeze", x, g.constant([3])), wide), final)
 
 

@@ -15,11 +15,24 @@ def unit_rows(x: Array) -> Array:
     return np.asarray(x / np.sqrt(np.square(x).sum(-1, keepdims=True) + L2_EPSILON))
 
 
-def gated_delta(query: Array, key: Array, value: Array, decay: Array, beta: Array, state: Array) -> tuple[Array, Array]:
-    """Rows of the gated delta rule for one sequence.
+def delta_row(state: Array, key: Array, value: Array, decay: Array, beta: Array) -> Array:
+    """The state after one row: S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T.
 
-    For each row: S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q. Key head j serves the
-    value heads j*r .. j*r+r-1.
+    Args:
+        state: float[value_heads, key_dim, value_dim]; not changed.
+        key: float[value_heads, key_dim], of unit length.
+        value: float[value_heads, value_dim].
+        decay, beta: float[value_heads]; decay in log space.
+    """
+    faded = state * np.exp(decay)[:, None, None]
+    delta = beta[:, None] * (value - np.einsum("hkv,hk->hv", faded, key))
+    return np.asarray(faded + key[:, :, None] * delta[:, None, :])
+
+
+def gated_delta(query: Array, key: Array, value: Array, decay: Array, beta: Array, state: Array) -> tuple[Array, Array]:
+    """Rows of the gated delta rule for one sequence: for each row the state of `delta_row`, then o = S^T q.
+
+    Key head j serves the value heads j*r .. j*r+r-1.
 
     Args:
         query, key: float[rows, key_heads, key_dim], not normalised.
@@ -35,9 +48,6 @@ def gated_delta(query: Array, key: Array, value: Array, decay: Array, beta: Arra
     keys = unit_rows(key).repeat(repeat, axis=1)
     outputs = np.empty_like(value)
     for row in range(value.shape[0]):
-        state = state * np.exp(decay[row])[:, None, None]
-        read = np.einsum("hkv,hk->hv", state, keys[row])
-        delta = beta[row][:, None] * (value[row] - read)
-        state = state + keys[row][:, :, None] * delta[:, None, :]
+        state = delta_row(state, keys[row], value[row], decay[row], beta[row])
         outputs[row] = np.einsum("hkv,hk->hv", state, queries[row])
     return outputs, state
