@@ -11,6 +11,8 @@ from mtp_plugins import (
     delta_gate,
     gated_delta,
     latent_attention,
+    paged_attention,
+    paged_kv_append,
     routed_experts,
 )
 from mtp_plugins.operator import Operator
@@ -26,6 +28,8 @@ OPERATORS: dict[str, Operator] = {
         delta_gate.OPERATOR,
         gated_delta.OPERATOR,
         latent_attention.OPERATOR,
+        paged_attention.OPERATOR,
+        paged_kv_append.OPERATOR,
         routed_experts.OPERATOR,
     )
 }
