@@ -14,6 +14,7 @@ from mtp_plugins import (
     paged_attention,
     paged_kv_append,
     routed_experts,
+    skinny_product,
 )
 from mtp_plugins.operator import Operator
 
@@ -31,5 +32,6 @@ OPERATORS: dict[str, Operator] = {
         paged_attention.OPERATOR,
         paged_kv_append.OPERATOR,
         routed_experts.OPERATOR,
+        skinny_product.OPERATOR,
     )
 }

@@ -10,7 +10,7 @@ from mtp_plugins.deferred_delta import OPERATOR
 from mtp_plugins.deferred_delta.launch import launch
 from mtp_plugins.deferred_delta.reference import Factors, deferred_delta
 from mtp_plugins.gated_delta.reference import unit_rows
-from tests.plugins.workers import Arrays, Worker, run_kernel
+from tests.plugins.workers import Arrays, Change, Worker, run_kernel
 
 MODULE = "mtp_plugins.deferred_delta.kernel"
 NEW_ROWS = ("query", "key", "value", "decay", "beta")
@@ -37,7 +37,8 @@ class Sizes:
 
 
 def feeds(sizes: Sizes, *, seed: int = 0, scale: float = 1.0, dtype: np.dtype | type = np.float32) -> Arrays:
-    """Inputs in the order of the operator; every sequence keeps a different number of rows where it can.
+    """Inputs in the order of the operator; every sequence accepts a different number of rows where it can, and keeps
+    none of the new ones.
 
     `scale` is that of the queries and keys, `dtype` that of queries, keys and values.
     """
@@ -56,24 +57,32 @@ def feeds(sizes: Sizes, *, seed: int = 0, scale: float = 1.0, dtype: np.dtype | 
     x = new | {"past_state": random.standard_normal(state).astype(np.float32)}
     x |= {f"staged_{name}": old[name] for name in STAGED}
     counts = sizes.staged_rows - np.arange(sizes.batch) % (sizes.staged_rows + 1)
-    return x | {"accepted_rows": counts.astype(np.int32)}
+    return x | {"accepted_rows": counts.astype(np.int32), "kept_rows": np.zeros(sizes.batch, np.int32)}
 
 
 def run(
-    worker: Worker, sizes: Sizes, x: Arrays, *, output: np.dtype | type = np.float32, in_place: bool = True
+    worker: Worker,
+    sizes: Sizes,
+    x: Arrays,
+    *,
+    output: np.dtype | type = np.float32,
+    in_place: bool = True,
+    change: Change | None = None,
 ) -> Arrays:
     """Outputs of the kernel."""
-    # What is not written stays NaN, and NaN equals nothing.
-    shapes = {name: np.full_like(x[name], np.nan) for name in ("value", "decay", "beta")}
+    # What is not written stays NaN, and NaN equals nothing. The next_* have room for one sequence more than there are.
+    room = {name: (sizes.batch + 1, *x[f"staged_{name}"].shape[1:]) for name in STAGED}
     outputs: dict[str, np.ndarray | str] = {
         "output": np.full(x["value"].shape, np.nan, output),
         "present_state": "past_state" if in_place else np.full_like(x["past_state"], np.nan),
-        "next_key": np.full(x["key"].shape, np.nan, np.float32),
-        **{f"next_{name}": empty for name, empty in shapes.items()},
+        **{f"next_{name}": np.full(room[name], np.nan, x[f"staged_{name}"].dtype) for name in STAGED},
     }
     constants = {name: getattr(sizes, name) for name in Sizes.__dataclass_fields__}
-    arguments = {name: x[name] for name in OPERATOR.inputs} | outputs
-    results = worker.call(run_kernel, MODULE, "deferred_delta", launch(**constants), arguments)
+    inputs = {name: x[name] for name in OPERATOR.inputs}
+    results = worker.call(run_kernel, MODULE, "deferred_delta", launch(**constants), inputs, outputs, change)
+    for name in STAGED:
+        results[f"next_{name}"], behind = np.split(results[f"next_{name}"], [sizes.batch])
+        assert np.isnan(behind.astype(np.float32)).all(), f"next_{name} was written behind its end"
     return {name: results[name] for name in OPERATOR.outputs}
 
 
@@ -95,11 +104,17 @@ def _sequence(sizes: Sizes, x: Arrays) -> Arrays:
 
     staged = Factors(**{name: split(f"staged_{name}") for name in STAGED})
     new = [split(name) for name in NEW_ROWS]
-    output, state, factors = deferred_delta(*new, x["past_state"], staged, int(x["accepted_rows"]))
+    output, state, factors = deferred_delta(*new, x["past_state"], staged, int(x["accepted_rows"]), int(x["kept_rows"]))
     return {"output": output, "present_state": state} | {f"next_{name}": getattr(factors, name) for name in STAGED}
 
 
 def difference(got: Arrays, want: Arrays) -> float:
-    """The largest absolute difference over all outputs; NaN counts as infinite."""
-    worst = [np.abs(got[name].astype(np.float64) - want[name]).max(initial=0.0) for name in OPERATOR.outputs]
+    """The largest absolute difference over all outputs, next_* up to the last new row; NaN counts as infinite."""
+    pairs = [(got[name][:, : want[name].shape[1]], want[name]) for name in OPERATOR.outputs]
+    worst = [np.abs(ours.astype(np.float64) - theirs).max(initial=0.0) for ours, theirs in pairs]
     return float(np.nan_to_num(np.max(worst), nan=np.inf))
+
+
+def written(got: Arrays, rows: int) -> Arrays:
+    """Outputs without the rows of next_* behind the new ones, which mean nothing."""
+    return {name: value[:, :rows] if name.startswith("next") else value for name, value in got.items()}

@@ -1,4 +1,4 @@
-"""Cases for the paged operators: sequences, and layouts of their rows in pages."""
+"""Cases for the paged operators: sequences, layouts of their rows in pages, and the kernels on both."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+from mtp_plugins.paged_attention import launch as attention
 from mtp_plugins.paged_attention.reference import paged_attention
+from mtp_plugins.paged_kv_append.launch import launch as append_launch
+from mtp_plugins.triton_kernels.launch import Launch
+from tests.plugins.workers import Arrays, Change, Worker, run_kernel
 
-Arrays = dict[str, np.ndarray]
 INPUTS = ("query", "key_pages", "value_pages", "block_table", "lengths")
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -94,6 +97,71 @@ def only(case: Case, x: Arrays, chosen: Sequence[int]) -> tuple[Case, Arrays]:
     """The call with some of the sequences, in that order."""
     fewer = replace(case, lengths=tuple(case.lengths[b] for b in chosen))
     return fewer, {name: array[list(chosen)] for name, array in x.items()}
+
+
+def append(worker: Worker, x: Arrays, dtype: str, change: Change | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Pages of keys and values in float32 after PagedKvAppend; values of x are rounded to `dtype`."""
+    _, page_size, kv_heads, head_dim = x["key_pages"].shape
+    batch, rows, _ = x["key"].shape
+    table = x["block_table"]
+    sizes = {"batch": batch, "rows": rows, "max_pages": table.shape[1], "kv_heads": kv_heads, "head_dim": head_dim}
+    launch = append_launch(**sizes, page_size=page_size)
+    names = ("key", "value", "key_pages", "value_pages", "block_table", "lengths")
+    outputs = {f"present_{name}": name for name in ("key_pages", "value_pages")}
+    module = "mtp_plugins.paged_kv_append.kernel"
+    got = worker.call(run_kernel, module, "paged_kv_append", launch, _rounded(x, names, dtype), outputs, change)
+    return got["key_pages"].astype(np.float32), got["value_pages"].astype(np.float32)
+
+
+def attend(
+    worker: Worker,
+    x: Arrays,
+    dtype: str,
+    *,
+    scale: float | None = None,
+    tile: int | None = None,
+    change: Change | None = None,
+) -> np.ndarray:
+    """PagedAttention in float32; what the kernels leave for each other and the output begin as NaN.
+
+    tile: keys in a tile, for a control.
+    """
+    _, page_size, kv_heads, head_dim = x["key_pages"].shape
+    batch, rows, width = x["query"].shape
+    sizes = attention.Sizes(
+        batch=batch,
+        rows=rows,
+        heads=width // head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_pages=x["block_table"].shape[1],
+        item_bytes=np.dtype(TYPES[dtype]).itemsize,
+    )
+    inputs = _rounded(x, INPUTS, dtype)
+    partial = attention.launch_partial(sizes, scale=scale, widen=True)
+    if tile is not None:
+        partial = replace(partial, constexprs={**partial.constexprs, "key_block": tile})
+    scratch = {name: np.full(shape, np.nan, np.float32) for name, shape in sizes.scratch().items()}
+    output = np.full(x["query"].shape, np.nan, TYPES[dtype])
+    got = worker.call(run_attention, (partial, attention.launch_combine(sizes)), inputs, scratch, output, change)
+    assert isinstance(got, np.ndarray)
+    return got.astype(np.float32)
+
+
+def run_attention(
+    launches: tuple[Launch, Launch], inputs: Arrays, scratch: Arrays, output: np.ndarray, change: Change | None
+) -> np.ndarray:
+    """Both kernels, of which the one that has the text of `change` is changed; in a worker."""
+    module, (partial, combine) = "mtp_plugins.paged_attention.kernel", launches
+    parts = run_kernel(module, "paged_attention_partial", partial, inputs, scratch, change)
+    left = {name: parts[name] for name in (*scratch, "lengths")}
+    return run_kernel(module, "paged_attention_combine", combine, left, {"output": output}, change)["output"]
+
+
+def _rounded(x: Arrays, names: Sequence[str], dtype: str) -> Arrays:
+    integers = ("block_table", "lengths")
+    return {name: np.ascontiguousarray(x[name], np.int32 if name in integers else TYPES[dtype]) for name in names}
 
 
 def reference(x: Arrays, scale: float | None = None) -> np.ndarray:

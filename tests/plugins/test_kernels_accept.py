@@ -35,7 +35,7 @@ def run(worker: Worker, x: Arrays) -> Arrays:
         "next_token": np.full(batch, -7, np.int64),
     }
     sizes = launch(batch=batch, draft_tokens=draft_tokens)
-    return worker.call(run_kernel, "mtp_plugins.accept.kernel", "accept", sizes, x | outputs)
+    return worker.call(run_kernel, "mtp_plugins.accept.kernel", "accept", sizes, x, outputs)
 
 
 def reference(x: Arrays) -> Arrays:
@@ -49,7 +49,7 @@ def reference(x: Arrays) -> Arrays:
     return {"accepted": accepted, "accepted_rows": accepted + 1, "emitted": emitted, "next_token": tokens}
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 1, 2, 4, 5, 15])
+@pytest.mark.parametrize("draft_tokens", [0, 1, 4, 15, 17])
 def test_the_kernel_equals_the_reference(interpreter: Worker, draft_tokens: int) -> None:
     x = feeds(draft_tokens)
     got, want = run(interpreter, x), reference(x)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import linecache
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -45,19 +48,51 @@ class Worker:
         self._pool.shutdown()
 
 
-def run_kernel(module: str, name: str, launch: Launch, arguments: Mapping[str, np.ndarray | str]) -> Arrays:
+@dataclass(frozen=True)
+class Change:
+    """A deliberate fault: the text of a kernel with `old`, which it has once, replaced by `new`; `folder` takes it."""
+
+    folder: Path
+    old: str
+    new: str
+
+
+def run_kernel(
+    module: str,
+    name: str,
+    launch: Launch,
+    inputs: Arrays,
+    outputs: Mapping[str, np.ndarray | str],
+    change: Change | None = None,
+) -> Arrays:
     """Interpret a kernel once; runs in the worker.
 
-    `arguments` has an entry for each pointer parameter, in order: an array, or the name of an earlier one whose
-    memory it shares. Returns all arrays as the kernel left them.
+    `inputs` and `outputs` have an entry for each pointer parameter, in order: an array, or the name of an earlier one
+    whose memory it shares. Returns all arrays as the kernel left them.
     """
     import torch
 
     tensors: dict[str, Any] = {}
-    for key, value in arguments.items():
+    for key, value in {**inputs, **outputs}.items():
         tensors[key] = tensors[value] if isinstance(value, str) else _tensor(torch, value)
-    launch.run(getattr(importlib.import_module(module), name), *tensors.values())
+    kernels = importlib.import_module(module) if change is None else _changed(module, change)
+    launch.run(getattr(kernels, name), [tensors[key] for key in inputs], [tensors[key] for key in outputs])
     return {key: _array(torch, tensor) for key, tensor in tensors.items()}
+
+
+def _changed(module: str, change: Change) -> Any:
+    text = Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8")
+    assert text.count(change.old) == 1, f"{module} has {change.old!r} {text.count(change.old)} times"
+    # Triton reads the source of a kernel, so it has to lie in a file.
+    path = change.folder / "changed_kernel.py"
+    path.write_text(text.replace(change.old, change.new), encoding="utf-8")
+    linecache.checkcache(str(path))
+    spec = importlib.util.spec_from_file_location("changed_kernel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return changed
 
 
 def _set(environment: Mapping[str, str]) -> None:

@@ -19,4 +19,4 @@ Outputs: accepted int32[batch], 0..draft_tokens; accepted_rows int32[batch] = ac
 keeps (the pending token's and the accepted ones') and the number of emitted tokens; emitted int64[batch,
 draft_tokens + 1], zeros behind the emitted ones; next_token int64[batch], the bonus token, the last emitted one.
 
-In order, inputs then outputs are the parameters of the kernel."""
+In order, inputs, the integer draft_tokens, and outputs are the parameters of the kernel."""

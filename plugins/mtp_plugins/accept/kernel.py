@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["draft_tokens"])
 def accept(
     draft_ptr,
     chosen_ptr,
+    draft_tokens,
     accepted_ptr,
     accepted_rows_ptr,
     emitted_ptr,
     next_token_ptr,
-    draft_tokens: tl.constexpr,
     block: tl.constexpr,
 ):
     """See `OPERATOR` for shapes; block is a power of two above draft_tokens."""

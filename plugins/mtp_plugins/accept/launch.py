@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from mtp_plugins.triton_kernels.launch import Launch, power_of_two
+from mtp_plugins.triton_kernels.launch import Launch, pointers, power_of_two
+
+BLOCK = 16
+"""Tokens that one compiled kernel takes, pending and draft; for more there is another."""
 
 
 def launch(*, batch: int, draft_tokens: int) -> Launch:
-    """Grid and constants for these sizes."""
-    constexprs = {"draft_tokens": draft_tokens, "block": power_of_two(draft_tokens + 1)}
-    return Launch(grid=(batch, 1, 1), constexprs=constexprs, num_warps=1)
+    """Grid, integers and constants for these sizes."""
+    block = max(BLOCK, power_of_two(draft_tokens + 1))
+    return Launch(grid=(batch, 1, 1), scalars={"draft_tokens": draft_tokens}, constexprs={"block": block}, num_warps=1)
 
 
 def signature() -> dict[str, str]:
-    """Type of every pointer."""
-    ids = dict.fromkeys(("draft_ptr", "chosen_ptr", "emitted_ptr", "next_token_ptr"), "*i64")
-    return ids | dict.fromkeys(("accepted_ptr", "accepted_rows_ptr"), "*i32")
+    """Type of every parameter."""
+    ids = pointers("i64", "draft", "chosen", "emitted", "next_token")
+    return ids | pointers("i32", "accepted", "accepted_rows") | {"draft_tokens": "i32"}

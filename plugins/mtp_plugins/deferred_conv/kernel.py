@@ -1,4 +1,7 @@
-"""DeferredConv on a GPU: one program for each sequence and block of channels, arithmetic in float32."""
+"""DeferredConv on a GPU: one program for each sequence and block of channels, arithmetic in float32.
+
+Rows of one sequence are no programs of their own: in place, the state may be written when all of them have read it.
+"""
 # mypy: ignore-errors
 # The body of a kernel is Triton's language, which has no types.
 
@@ -6,17 +9,18 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def deferred_conv(
     x_ptr,
     weight_ptr,
     past_state_ptr,
     staged_x_ptr,
     accepted_rows_ptr,
+    kept_rows_ptr,
+    rows,
     output_ptr,
     present_state_ptr,
     next_x_ptr,
-    rows: tl.constexpr,
     staged_rows: tl.constexpr,
     channels: tl.constexpr,
     taps: tl.constexpr,
@@ -27,39 +31,42 @@ def deferred_conv(
     sequence = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * channel_block + tl.arange(0, channel_block)
     in_channel = c < channels
-    accepted = tl.load(accepted_rows_ptr + sequence)
+    accepted = tl.minimum(tl.load(accepted_rows_ptr + sequence), staged_rows)
+    kept = tl.minimum(tl.load(kept_rows_ptr + sequence), rows)
     past = past_state_ptr + sequence * (taps - 1) * channels
     staged = staged_x_ptr + sequence * staged_rows * channels
     x = x_ptr + sequence * rows * channels
     output = output_ptr + sequence * rows * channels
-    next_x = next_x_ptr + sequence * rows * channels
-    # Unrolled, so that each tap knows whether it is in front of the new rows.
-    for i in tl.static_range(rows):
+    next_x = next_x_ptr + sequence * staged_rows * channels
+    i = 0
+    # `while`: the interpreter of Triton 3.6 cannot take a bound that is not a constant in `range`.
+    while i < rows:
         total = tl.zeros((channel_block,), tl.float32)
         for j in tl.static_range(taps):
-            if i + j < taps - 1:
-                raw = _old_row(past, staged, accepted, i + j, c, in_channel, channels, taps)
-            else:
-                raw = tl.load(x + (i + j - (taps - 1)) * channels + c, mask=in_channel, other=0.0).to(tl.float32)
+            raw = _raw(past, staged, x, accepted, accepted + i + j, c, in_channel, channels, taps)
             weight = tl.load(weight_ptr + c * taps + j, mask=in_channel, other=0.0).to(tl.float32)
             total = tl.fma(weight, raw, total)
         tl.store(output + i * channels + c, total * tl.sigmoid(total), mask=in_channel)
-        tl.store(next_x + i * channels + c, tl.load(x + i * channels + c, mask=in_channel, other=0.0), mask=in_channel)
+        new = tl.load(x + i * channels + c, mask=in_channel, other=0.0)
+        tl.store(next_x + i * channels + c, new, mask=in_channel & (i < staged_rows))
+        i += 1
 
     # All of them in one tensor: in place, every row must be read before one is written.
     tap = tl.arange(0, tap_block)[:, None]
     in_state = (tap < taps - 1) & in_channel[None, :]
-    committed = _old_row(past, staged, accepted, tap, c[None, :], in_state, channels, taps)
+    committed = _raw(past, staged, x, accepted, accepted + kept + tap, c[None, :], in_state, channels, taps)
     tl.debug_barrier()
     place = (sequence * (taps - 1) + tap) * channels + c[None, :]
     tl.store(present_state_ptr + place, committed, mask=in_state)
 
 
 @triton.jit
-def _old_row(past, staged, accepted, row, c, mask, channels: tl.constexpr, taps: tl.constexpr):
-    """Row 0..taps-2 of the committed state, float32: one of the state before, or a staged one behind it."""
-    at = row + accepted
-    in_past = at < taps - 1
-    old = tl.load(past + at * channels + c, mask=mask & in_past, other=0.0).to(tl.float32)
-    new = tl.load(staged + (at - (taps - 1)) * channels + c, mask=mask & (at >= taps - 1), other=0.0).to(tl.float32)
-    return tl.where(in_past, old, new)
+def _raw(past, staged, x, accepted, at, c, mask, channels: tl.constexpr, taps: tl.constexpr):
+    """Raw row `at` of the state before, the accepted staged rows behind it and the new ones behind those, float32."""
+    staged_at = at - (taps - 1)
+    new_at = staged_at - accepted
+    in_staged = (staged_at >= 0) & (new_at < 0)
+    old = tl.load(past + at * channels + c, mask=mask & (staged_at < 0), other=0.0).to(tl.float32)
+    kept = tl.load(staged + staged_at * channels + c, mask=mask & in_staged, other=0.0).to(tl.float32)
+    new = tl.load(x + new_at * channels + c, mask=mask & (new_at >= 0), other=0.0).to(tl.float32)
+    return tl.where(staged_at < 0, old, tl.where(in_staged, kept, new))

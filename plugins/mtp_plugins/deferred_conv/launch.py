@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_plugins.triton_kernels.launch import Launch, power_of_two
+from mtp_plugins.triton_kernels.launch import Launch, blocks, pointers, power_of_two
 
 CHANNEL_BLOCK = 128
 NUM_WARPS = 4
@@ -13,9 +13,9 @@ def launch(
 ) -> Launch:
     """Grid and constants for these sizes; `channel_block` is a power of two and need not divide `channels`."""
     return Launch(
-        grid=(-(-channels // channel_block), batch, 1),
+        grid=(blocks(channels, channel_block), batch, 1),
+        scalars={"rows": rows},
         constexprs={
-            "rows": rows,
             "staged_rows": staged_rows,
             "channels": channels,
             "taps": taps,
@@ -27,7 +27,7 @@ def launch(
 
 
 def signature(element: str, state: str = "fp32") -> dict[str, str]:
-    """Type of every pointer, with the raw rows, the weight and the output in `element` ("fp32", "bf16", "fp16")."""
-    short = dict.fromkeys(("x_ptr", "weight_ptr", "staged_x_ptr", "output_ptr", "next_x_ptr"), f"*{element}")
-    states = dict.fromkeys(("past_state_ptr", "present_state_ptr"), f"*{state}")
-    return short | states | {"accepted_rows_ptr": "*i32"}
+    """Type of every parameter, with the raw rows, the weight and the output in `element` ("fp32", "bf16", "fp16")."""
+    short = pointers(element, "x", "weight", "staged_x", "output", "next_x")
+    states = pointers(state, "past_state", "present_state")
+    return short | states | pointers("i32", "accepted_rows", "kept_rows") | {"rows": "i32"}

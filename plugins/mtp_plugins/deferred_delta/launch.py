@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_plugins.triton_kernels.launch import Launch, power_of_two
+from mtp_plugins.triton_kernels.launch import Launch, blocks, pointers, power_of_two
 
 VALUE_BLOCK = 32
 """Value dimensions of one program: with key_dim 128 its part of the state takes 32 registers of a thread."""
@@ -22,9 +22,9 @@ def launch(
 ) -> Launch:
     """Grid and constants for these sizes; `value_block` is a power of two and need not divide `value_dim`."""
     return Launch(
-        grid=(-(-value_dim // value_block), value_heads, batch),
+        grid=(blocks(value_dim, value_block), value_heads, batch),
+        scalars={"rows": rows},
         constexprs={
-            "rows": rows,
             "staged_rows": staged_rows,
             "key_heads": key_heads,
             "value_heads": value_heads,
@@ -38,9 +38,9 @@ def launch(
 
 
 def signature(element: str) -> dict[str, str]:
-    """Type of every pointer, with queries, keys, values and the output in `element` ("fp32", "bf16", "fp16")."""
+    """Type of every parameter, with queries, keys, values and the output in `element` ("fp32", "bf16", "fp16")."""
     short = ("query", "key", "value", "staged_value", "output", "next_value")
     wide = ("decay", "beta", "past_state", "staged_key", "staged_decay", "staged_beta")
     wide_outputs = ("present_state", "next_key", "next_decay", "next_beta")
-    types = dict.fromkeys(short, f"*{element}") | dict.fromkeys(wide + wide_outputs, "*fp32")
-    return {f"{name}_ptr": kind for name, kind in types.items()} | {"accepted_rows_ptr": "*i32"}
+    floats = pointers(element, *short) | pointers("fp32", *wide, *wide_outputs)
+    return floats | pointers("i32", "accepted_rows", "kept_rows") | {"rows": "i32"}

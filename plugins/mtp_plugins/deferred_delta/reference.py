@@ -22,11 +22,11 @@ class Factors:
     beta: Array
 
 
-def commit(state: Array, staged: Factors, accepted_rows: int) -> Array:
-    """The state float[value_heads, key_dim, value_dim] after the first `accepted_rows` staged rows."""
-    keys = staged.key.repeat(staged.value.shape[1] // staged.key.shape[1], axis=1)
-    for row in range(accepted_rows):
-        state = delta_row(state, keys[row], staged.value[row], staged.decay[row], staged.beta[row])
+def commit(state: Array, rows: Factors, count: int) -> Array:
+    """The state float[value_heads, key_dim, value_dim] after the first `count` rows."""
+    keys = rows.key.repeat(rows.value.shape[1] // rows.key.shape[1], axis=1)
+    for row in range(count):
+        state = delta_row(state, keys[row], rows.value[row], rows.decay[row], rows.beta[row])
     return state
 
 
@@ -39,19 +39,24 @@ def deferred_delta(
     state: Array,
     staged: Factors,
     accepted_rows: int,
+    kept_rows: int,
 ) -> tuple[Array, Array, Factors]:
-    """Commit rows of the last call, then run new rows from there without keeping them, for one sequence.
+    """Commit rows of the last call, then run new rows from there and keep the first of them, for one sequence.
 
     Args:
         query, key, value, decay, beta: the new rows, as `gated_delta` takes them.
         state: float[value_heads, key_dim, value_dim], committed; not changed.
-        staged: factors that the last call returned.
+        staged: factors of the last call; their number is how many a call can leave.
         accepted_rows: how many of the staged rows are committed, from the first.
+        kept_rows: how many of the new rows are committed, from the first.
 
     Returns:
-        float[rows, value_heads, value_dim]; the state after the accepted staged rows, before any new row; the
-        factors of the new rows.
+        float[rows, value_heads, value_dim]; the state after the accepted staged rows and the kept new ones; the
+        factors of the new rows, as many as there are staged ones at most.
     """
     committed = commit(state, staged, accepted_rows)
     outputs, _ = gated_delta(query, key, value, decay, beta, committed)
-    return outputs, committed, Factors(unit_rows(key), value, decay, beta)
+    new = Factors(unit_rows(key), value, decay, beta)
+    room = len(staged.decay)
+    following = Factors(new.key[:room], new.value[:room], new.decay[:room], new.beta[:room])
+    return outputs, commit(committed, new, kept_rows), following

@@ -7,6 +7,8 @@ import onnx_ir as ir
 from mtp_plugins.graph import GraphBuilder
 from mtp_plugins.paged_kv_append.body import new_positions
 
+_INT32 = int(ir.DataType.INT32)
+
 
 def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     """See `OPERATOR` for shapes; heads and widths are read from the pages and the query."""
@@ -16,10 +18,13 @@ def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     capacity = _range(g, g.op("Mul", columns, page_size))
     visible = g.op("LessOrEqual", capacity, g.op("Unsqueeze", positions, g.constant([1, 3])))
     end = g.op("Slice", positions, g.constant([-1]), g.constant([2**63 - 1]), g.constant([1]))
-    stored = g.op("LessOrEqual", capacity, end)
     # Columns that are not in use may name no page at all.
     used = g.op("LessOrEqual", g.op("Mul", _range(g, columns), page_size), end)
-    table = g.op("Where", used, block_table, g.op("CastLike", g.constant(0), block_table))
+    zero = g.constant(0, "int32")
+    named = g.op("And", used, g.op("GreaterOrEqual", block_table, zero))
+    table = g.op("Where", named, block_table, zero)
+    in_page = g.op("GatherElements", g.op("Cast", named, to=_INT32), _columns(g, capacity, page_size, named), axis=1)
+    stored = g.op("And", g.op("LessOrEqual", capacity, end), g.op("Greater", in_page, zero))
     attended = g.op(
         "Attention",
         _split_heads(g, query, key_pages),
@@ -31,6 +36,12 @@ def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     assert node is not None
     node.attributes.add(ir.RefAttr("scale", "scale", ir.AttributeType.FLOAT))
     return [g.op("Reshape", g.op("Transpose", attended, perm=[0, 2, 1, 3]), g.op("Shape", query))]
+
+
+def _columns(g: GraphBuilder, capacity: ir.Value, page_size: ir.Value, table: ir.Value) -> ir.Value:
+    """int64[batch, capacity]: the column of the table for every position."""
+    shape = g.op("Concat", g.op("Shape", table, start=0, end=1), g.op("Shape", capacity), axis=0)
+    return g.op("Expand", g.op("Div", capacity, page_size), shape)
 
 
 def _range(g: GraphBuilder, count: ir.Value) -> ir.Value:

@@ -14,5 +14,8 @@ past_value_pages T[pages, page_size, num_kv_heads, head_dim], page_size a power 
 int32[batch, max_pages], the page that holds positions i * page_size .. (i + 1) * page_size - 1 of a sequence
 in column i; lengths int32[batch], the rows committed before this call. T is float32, float16 or bfloat16.
 Outputs: the pages with the new rows at positions lengths .. lengths + rows - 1, the same buffers where a
-backend can. Columns of the table that no row needs may hold anything. The caller sees to it that
-lengths + rows <= max_pages * page_size, and that no two sequences share a page into which one of them writes."""
+backend can. A row whose column holds a negative number, or lies behind the table, is not written: padding behind
+the rows of a short sequence needs no page. Columns that no row needs may hold anything. The caller sees to it that
+no two sequences share a page into which one of them writes.
+
+In order, inputs, the integers rows and max_pages, and outputs are the parameters of the kernel."""

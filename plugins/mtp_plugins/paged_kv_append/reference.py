@@ -16,7 +16,7 @@ def paged_kv_append(
     Args:
         rows: float[batch, rows, num_kv_heads * head_dim].
         pages: float[pages, page_size, num_kv_heads, head_dim]; not changed.
-        block_table: int32[batch, max_pages].
+        block_table: int32[batch, max_pages]; a row of a negative page, or behind the table, is left out.
         lengths: int32[batch], the rows committed before.
 
     Returns:
@@ -27,5 +27,6 @@ def paged_kv_append(
     for sequence, length in enumerate(lengths):
         for row in range(rows.shape[1]):
             column, slot = divmod(int(length) + row, page_size)
-            pages[block_table[sequence, column], slot] = rows[sequence, row].reshape(pages.shape[2:])
+            if column < block_table.shape[1] and block_table[sequence, column] >= 0:
+                pages[block_table[sequence, column], slot] = rows[sequence, row].reshape(pages.shape[2:])
     return pages

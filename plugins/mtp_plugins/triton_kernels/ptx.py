@@ -39,10 +39,11 @@ class Ptx:
 def compile_ptx(
     kernel: Any,
     signature: Mapping[str, str],
-    constexprs: Mapping[str, int],
+    constexprs: Mapping[str, int | float],
     capability: int,
     num_warps: int,
     *,
+    num_stages: int,
     directory: Path | None = None,
 ) -> Ptx:
     """Compile a kernel, or take it from `directory`, if that is given and holds it.
@@ -52,6 +53,7 @@ def compile_ptx(
         signature: parameter name to "*fp32", "*bf16", "*i32", "i32"...; pointers must be aligned to 16 bytes.
         constexprs: the remaining parameters.
         capability: major * 10 + minor of the GPU.
+        num_warps, num_stages: those of the `Launch`.
 
     Raises:
         PtxError: the kernel is interpreted, a parameter is missing, or the result is not what was asked for.
@@ -69,30 +71,34 @@ def compile_ptx(
             f"{kernel.__name__} takes {', '.join(kernel.arg_names)}; {', '.join(missing) or 'other names'} would have "
             "no value. Name every parameter once, in the signature or in the constants."
         )
-    pointers = [name for name in kernel.arg_names if name in signature]
-    ordered = {name: signature[name] for name in pointers}
-    key = digest(kernel, ordered, constexprs, capability, num_warps)
+    ordered = {name: signature[name] for name in kernel.arg_names if name in signature}
+    key = digest(kernel, ordered, constexprs, capability, num_warps, num_stages)
     path = None if directory is None else directory / f"{kernel.__name__}.sm_{capability}.{key[:32]}.json"
     if path is not None and (found := cache.load(path, key)) is not None:
         return Ptx(**found)
-    ptx = _compile(kernel, ordered, constexprs, capability, num_warps)
+    ptx = _compile(kernel, ordered, constexprs, capability, num_warps, num_stages)
     if path is not None:
         cache.store(path, key, asdict(ptx))
     return ptx
 
 
 def digest(
-    kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, int], capability: int, num_warps: int
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, int | float],
+    capability: int,
+    num_warps: int,
+    num_stages: int,
 ) -> str:
     """SHA-256 over everything that the PTX depends on; `cache_key` covers the source and all that it calls."""
     import triton
 
-    parts = [kernel.cache_key, list(signature.items()), sorted(constexprs.items()), capability, num_warps]
+    parts = [kernel.cache_key, list(signature.items()), sorted(constexprs.items()), capability, num_warps, num_stages]
     text = json.dumps([*parts, PTX_VERSION, triton.__version__])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def source(kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, int]) -> Any:
+def source(kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, int | float]) -> Any:
     """What `triton.compile` takes: the kernel at these sizes, every pointer aligned to 16 bytes."""
     from triton.compiler import ASTSource
 
@@ -103,12 +109,17 @@ def source(kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, i
 
 
 def _compile(
-    kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, int], capability: int, num_warps: int
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, int | float],
+    capability: int,
+    num_warps: int,
+    num_stages: int,
 ) -> Ptx:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    options = {"num_warps": num_warps, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False, "ptx_version": PTX_VERSION}
     with triton.knobs.compilation.scope():
         # Line information names the folder of this installation, which would make equal kernels differ.
         triton.knobs.compilation.disable_line_info = True
