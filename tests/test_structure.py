@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,13 @@ HEAVY = {"torch", "transformers", "tensorrt"}
 # The recipe of the carried checkpoint trains with torch, and a real model is compared with transformers; nothing else
 # may need them.
 TRAINS = PACKAGES["mtp_tools"] / "train_tiny"
-MAY_BE_HEAVY = (TRAINS, PACKAGES["mtp_tools"] / "smollm2" / "oracle")
+# Plugins are registered with TensorRT where it builds an engine.
+REGISTERS = PACKAGES["mtp_plugins"] / "tensorrt_plugins"
+# Backends that run on PyTorch's tensors, whatever runs the graphs; they are imported when a bundle is opened on them.
+ON_TORCH = [PACKAGES["mtp_engines"] / "backends" / name for name in ("torch", "gpu", "onnxruntime_cuda", "tensorrt")]
+# A tool for a machine with a GPU.
+MEASURES = PACKAGES["mtp_tools"] / "device"
+MAY_BE_HEAVY = (TRAINS, PACKAGES["mtp_tools"] / "smollm2" / "oracle", REGISTERS, *ON_TORCH, MEASURES)
 # What writes checkpoints has to name the family it writes; what reads them finds it by its file.
 WRITES_CHECKPOINTS = (TRAINS, PACKAGES["mtp_tools"] / "made_up")
 FILE_LINES, FUNCTION_LINES = 300, 50
@@ -89,11 +97,28 @@ def test_control_the_structure_test_sees_violations() -> None:
     assert HEAVY & set(imports(tree))
 
 
+def heavy_modules(statement: str) -> set[str]:
+    """Heavy packages that a fresh process has imported after a statement."""
+    heavy = sorted({*HEAVY, "triton", "tensorrt_rtx"})
+    code = f"import sys\n{statement}\nprint(*(name for name in {heavy} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return set(result.stdout.split())
+
+
+def test_the_default_path_imports_no_heavy_package() -> None:
+    modules = "mtp_runtime.api, mtp_runtime.cli, mtp_exporter.cli, mtp_engines.backends, mtp_plugins.registry"
+    assert heavy_modules(f"import {modules}") == set()
+
+
+def test_control_a_heavy_import_is_seen() -> None:
+    assert "torch" in heavy_modules("import mtp_engines.backends.torch.engine")
+
+
 def test_every_operator_folder_is_registered() -> None:
     from mtp_plugins.registry import OPERATORS
 
     folders = {path.parent.name for path in PACKAGES["mtp_plugins"].glob("*/__init__.py")}
-    folders -= {"triton_kernels"}  # What the operators' kernels share.
+    folders -= {"tensorrt_plugins", "triton_kernels"}  # What the operators' kernels and plugins share.
     names = {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in OPERATORS}
     assert folders == names
     for folder in folders:

@@ -23,6 +23,8 @@ MANIFEST_FILE = "manifest.json"
 GRAPHS = "graphs"
 BACKBONE = f"{GRAPHS}/backbone.onnx"
 WEIGHTS = f"{GRAPHS}/weights.data"
+ENGINES = "engines"
+"""What backends build from the graphs; each directory in it has a list of its own."""
 _SUFFIX = ".partial"
 _SMALL = 64 << 20
 _BLOCK = 1 << 20
@@ -103,6 +105,16 @@ def publish(
     return complete
 
 
+def rewrite_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
+    """Give a bundle another manifest for the same files, in one step."""
+    aside = bundle.directory / f".{MANIFEST_FILE}{_SUFFIX}"
+    aside.write_bytes(MANIFEST.dump_json(manifest, indent=1) + b"\n")
+    _sync(aside)
+    aside.rename(bundle.directory / MANIFEST_FILE)
+    _sync(bundle.directory)
+    return Bundle(bundle.directory, manifest)
+
+
 def _exchange(a: Path, b: Path) -> None:
     """Let two directories change places; in one step where the file system can, so that a kill leaves one at `b`."""
     library = ctypes.CDLL(None, use_errno=True)
@@ -144,7 +156,7 @@ def _foreign_files(out: Path) -> list[str]:
     except BundleError:
         return []
     found = (path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file())
-    return [name for name in found if name not in known]
+    return [name for name in found if name not in known and not name.startswith(f"{ENGINES}/")]
 
 
 def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:

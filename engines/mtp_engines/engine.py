@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,47 @@ class Sequences(Protocol):
 
     def reset(self) -> None:
         """Forget everything: length 0, states zero."""
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Result of a whole cycle of a batch, one list for each sequence.
+
+    Attributes:
+        draft: what the head proposed.
+        emitted: what the target made of it, at least one token.
+    """
+
+    draft: list[list[int]]
+    emitted: list[list[int]]
+
+
+@runtime_checkable
+class CycleSequences(Sequences, Protocol):
+    """Sequences whose backend drafts, verifies, accepts and commits in one call, without the host in between."""
+
+    def prefill(self, tokens: Ids, *, drafting: bool) -> Ids:
+        """Consume prompts of one length and keep them.
+
+        Args:
+            tokens: int64[batch, length].
+            drafting: the draft head follows, so that cycles with drafts can come.
+
+        Returns:
+            int64[batch], the target's first tokens, which no row has consumed yet.
+
+        Raises:
+            ContractError: as `verify`.
+            NumericsError: as `verify`.
+        """
+
+    def cycle(self, draft_tokens: int) -> Cycle:
+        """Draft so many tokens behind the newest one, verify, commit what is right.
+
+        Raises:
+            ContractError: there was no `prefill` with `drafting`, or the context is full.
+            NumericsError: the target makes no numbers even without a draft.
+        """
 
 
 class Engine(Protocol):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import onnx_ir as ir
 
@@ -16,6 +15,7 @@ from mtp_engines import bundle as bundles
 from mtp_engines.contracts.manifest import SCHEMA_VERSION, Limits, Manifest, Numerics, Parity
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError, BundleError
+from mtp_exporter.backends import BackendOptions, check_backend, with_backend
 from mtp_exporter.check import Check, check_graphs
 from mtp_exporter.checkpoint import COPIED
 from mtp_exporter.end_tokens import end_tokens
@@ -25,7 +25,6 @@ from mtp_exporter.resolve import resolve
 from mtp_exporter.sample import SAMPLE_ROWS, sample_ids
 from mtp_exporter.weights import WeightWriter
 
-BACKEND: Literal["onnxruntime-cpu"] = "onnxruntime-cpu"
 WEIGHT_FORMATS = ("fp32",)
 DRAFT_TOKENS = 7
 MAX_DRAFT_TOKENS = 15
@@ -50,6 +49,7 @@ class BuildOptions:
         mtp_from: checkpoint to take the head from, if this one lost it.
         draft_model: directory of a separate draft (EAGLE) that becomes the bundle's head.
         hidden_tap: which hidden state an MTP head is fed; None takes what its family was trained on.
+        backend: what `mtp-run` opens the bundle with unless it is told otherwise, and what is built for that.
     """
 
     model: str
@@ -62,6 +62,7 @@ class BuildOptions:
     mtp_from: str | None = None
     draft_model: str | None = None
     hidden_tap: HiddenTap | None = None
+    backend: BackendOptions = field(default_factory=BackendOptions)
 
     @property
     def ingredients(self) -> Ingredients:
@@ -105,6 +106,7 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
     """
     report = reporter or Reporter()
     _check_options(options)
+    check_backend(options.backend)
     out = options.out or Path("bundles") / _name(options.model, resolve(options.model))
     # A link to another disk stays a link; the bundle goes where it points.
     out = out.resolve() if out.is_symlink() else out
@@ -119,7 +121,24 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
         report.note("no end token was found: only a limit or a stop text will end a generation")
     if reusable := _reusable(out, manifest, prepared):
         report.note(f"{out} was built from the same checkpoint with the same options; it is used as it is")
-        return Built(out, reusable, True)
+        return _for_backend(Built(out, reusable, True), options, prepared, report)
+    built = _write(out, manifest, prepared, report)
+    return _for_backend(built, options, prepared, report)
+
+
+def _for_backend(built: Built, options: BuildOptions, prepared: Prepared, report: Reporter) -> Built:
+    """Add what the backend needs, which can come later than the graphs and more than once."""
+    bundle = bundles.Bundle(built.directory, built.manifest)
+    spec, limits = built.manifest.model, built.manifest.limits
+    ids = sample_ids(prepared.checkpoint.directory, spec.vocab_size, min(SAMPLE_ROWS, limits.max_model_len))
+    manifest = with_backend(bundle, options.backend, ids, report.phase, report.note)
+    if manifest != built.manifest:
+        bundles.rewrite_manifest(bundle, manifest)
+    return replace(built, manifest=manifest)
+
+
+def _write(out: Path, manifest: Manifest, prepared: Prepared, report: Reporter) -> Built:
+    """Graphs, weights, check and manifest, aside and then at `out`."""
     needed = sum(prepared.distinct.values())
     try:
         with bundles.staging(out) as directory:
@@ -177,8 +196,7 @@ def _write_graphs(
 def _check_options(options: BuildOptions) -> None:
     if options.weights not in WEIGHT_FORMATS:
         raise BuildError(
-            f"--weights {options.weights} has no kernel on the backend {BACKEND}; use one of: "
-            f"{', '.join(WEIGHT_FORMATS)}."
+            f"--weights {options.weights} is no format of this release; use one of: {', '.join(WEIGHT_FORMATS)}."
         )
     if options.draft_tokens is not None and not 1 <= options.draft_tokens <= MAX_DRAFT_TOKENS:
         raise BuildError(
@@ -206,7 +224,8 @@ def _manifest(options: BuildOptions, prepared: Prepared, out: Path) -> Manifest:
         name=out.name,
         model=spec,
         limits=limits,
-        backend=BACKEND,
+        backend="onnxruntime",
+        device="cpu",
         weights="fp32",
         end_tokens=end_tokens(prepared.checkpoint),
         source=options.model,
@@ -239,7 +258,7 @@ def _reusable(out: Path, wanted: Manifest, prepared: Prepared) -> Manifest | Non
         found = bundles.open_bundle(out).manifest
     except BundleError:
         return None
-    same = ("model", "limits", "weights", "backend", "versions", "end_tokens")
+    same = ("model", "limits", "weights", "versions", "end_tokens")
     if any(getattr(found, name) != getattr(wanted, name) for name in same):
         return None
     digests = {role: prepared.source.digest(role) for role in prepared.distinct}

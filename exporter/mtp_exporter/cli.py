@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import click
 from tqdm import tqdm
 
 from mtp_engines.command import run_command
-from mtp_exporter.build import BACKEND, DRAFT_TOKENS, BuildOptions, Built, Reporter, build
+from mtp_exporter.backends import BACKENDS, PRECISIONS, BackendOptions
+from mtp_exporter.build import DRAFT_TOKENS, WEIGHT_FORMATS, BuildOptions, Built, Reporter, build
 from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
 from mtp_exporter.compare_text import as_lines, as_report
 from mtp_exporter.inspect import inspect_checkpoint
@@ -30,7 +31,7 @@ def group() -> None:
 @click.argument("checkpoint", required=False)
 @click.option("--model", help="Directory, hub id, or short name such as Qwen3.5-9B; the same as CHECKPOINT.")
 @click.option("--out", type=click.Path(path_type=Path), help="Bundle directory.  [default: bundles/<name>]")
-@click.option("--weights", default="fp32", show_default=True, help=f"Weight format; {BACKEND} has fp32.")
+@click.option("--weights", default="fp32", show_default=True, help=f"Weight format: {', '.join(WEIGHT_FORMATS)}.")
 @click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: up to 8192]")
 @click.option("--max-batch-size", default=1, show_default=True, help="Most sequences run together.")
 @click.option("--draft-tokens", type=int, help=f"Largest K that a request may ask for.  [default: {DRAFT_TOKENS}]")
@@ -38,6 +39,17 @@ def group() -> None:
 @click.option("--draft-model", help="Separate draft (EAGLE) that becomes the head of the bundle.")
 @click.option("--hidden-tap", type=click.Choice(["post-norm", "pre-norm"]), help="Hidden state that the head is fed.")
 @click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True, help="What runs it.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where it runs.  [default: cpu for onnxruntime]")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Weights and caches on a GPU.  [default: bf16]")
+@click.option(
+    "--products",
+    type=click.Choice(["library", "skinny"]),
+    default="library",
+    show_default=True,
+    help="Matrix products on a GPU: the library's at one width, or our own for up to 16 rows.",
+)
+@click.option("--compute-capability", help="GPU that engines are for, such as 8.9.  [default: this machine's]")
 def build_command(
     checkpoint: str | None,
     model: str | None,
@@ -50,6 +62,7 @@ def build_command(
     draft_model: str | None,
     hidden_tap: HiddenTap | None,
     no_mtp: bool,
+    **backend: Any,
 ) -> None:
     """Build a bundle: graphs, weights, tokenizer and manifest, checked before it appears."""
     if (model is None) == (checkpoint is None):
@@ -66,6 +79,7 @@ def build_command(
         mtp_from=mtp_from,
         draft_model=draft_model,
         hidden_tap=hidden_tap,
+        backend=BackendOptions(**backend),
     )
     with _Bars() as bars:
         built = build(options, Reporter(bars.phase, bars.advance, bars.note))
@@ -152,5 +166,9 @@ def _summary(built: Built) -> str:
         lines.append(f"acceptance: {kept} of {drafted} first drafts equal the target's choice ({kept / drafted:.0%})")
     else:
         lines.append("acceptance: no MTP head")
+    for name, made in manifest.backends.items():
+        promise = made.numerics
+        tested = f"{promise.promise} over {promise.rows} rows" if promise.rows else "not tested here"
+        lines.append(f"{name}: {made.precision}, {made.products} products, rows {tested}")
     lines.append(f"bundle: {built.directory}")
     return "\n".join(lines)

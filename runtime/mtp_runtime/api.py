@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_engines.backends import open_engine
+from mtp_engines.backends import EngineOptions, open_engine
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
-from mtp_engines.engine import Engine, Sequences
+from mtp_engines.engine import CycleSequences, Engine, Sequences
 from mtp_engines.errors import RequestError
 from mtp_runtime.drafters.draft_model import open_draft_bundle
 from mtp_runtime.drafters.protocol import Drafter
-from mtp_runtime.drafters.registry import Given, make_drafter, own_head
+from mtp_runtime.drafters.registry import Given, head_kind, make_drafter, own_head
 from mtp_runtime.ending import Ending
 from mtp_runtime.events import Event, Finished
-from mtp_runtime.loop import Parts, run
+from mtp_runtime.loop import Parts, WholeCycles, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prompts import Prompts
 from mtp_runtime.request import Request, ids_from, request_from
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
-from mtp_runtime.timing import TimedDrafter, TimedSequences
+from mtp_runtime.timing import TimedCycles, TimedDrafter, TimedSequences
 
 
 class Model:
@@ -82,7 +83,11 @@ class Model:
         ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
         ending = Ending(prepared.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
         policy = FixedPolicy(prepared.draft_tokens)
-        return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter)
+        own = prepared.drafter in ("none", head_kind(self.engine.spec))
+        cycles = (
+            WholeCycles(sequences, prepared.draft_tokens > 0) if own and isinstance(sequences, CycleSequences) else None
+        )
+        return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter, cycles)
 
     def complete(self, request: Request | None = None, **options: Any) -> Finished:
         """Generate to the end and return the last event."""
@@ -103,10 +108,11 @@ class Model:
         policy: DraftPolicy,
         ending: Ending,
         name: str | None = None,
+        cycles: WholeCycles | None = None,
     ) -> Iterator[Event]:
         """Generate with parts of the caller's choice; tools use it to force drafts and to look at states.
 
-        `name` is that of the drafter, for the statistics.
+        `name` is that of the drafter, for the statistics. With `cycles` the backend drafts and accepts.
         """
         stats = Stats(drafter=name)
         parts = Parts(
@@ -117,12 +123,17 @@ class Model:
             ending=ending,
             stats=stats,
             prefill_chunk=self.engine.limits.prefill_chunk,
+            cycles=None if cycles is None else replace(cycles, sequences=TimedCycles(cycles.sequences, stats.seconds)),
         )
         return run(prompt, parts)
 
 
 def load(
-    bundle: str | Path, threads: int = 0, requests: Iterable[Request] = (), draft_model: str | Path | None = None
+    bundle: str | Path,
+    threads: int = 0,
+    requests: Iterable[Request] = (),
+    draft_model: str | Path | None = None,
+    options: EngineOptions | None = None,
 ) -> Model:
     """Open a bundle and its engine, and those of a draft model.
 
@@ -131,20 +142,23 @@ def load(
         threads: intra-op threads; 0 chooses by the size of the model.
         requests: checked before the engine, which can take long, is opened.
         draft_model: directory of a second bundle, of the same vocabulary, whose model drafts for the first.
+        options: backend, device and the like, for both bundles; `threads` counts if it is not 0.
 
     Raises:
         BundleError: incomplete, damaged, or not for this machine; or the draft model has another vocabulary.
         RequestError: one of several `requests` cannot be served; says which.
     """
+    options = options or EngineOptions()
+    options = replace(options, threads=threads or options.threads)
     opened = open_bundle(Path(bundle))
     prompts = Prompts(opened.directory)
     draft, note = (None, None) if draft_model is None else open_draft_bundle(Path(draft_model), opened)
     _check_all(list(requests), prompts, opened.manifest, draft is not None)
     return Model(
         opened,
-        open_engine(opened, threads),
+        open_engine(opened, options),
         prompts,
-        None if draft is None else open_engine(draft, threads),
+        None if draft is None else open_engine(draft, options),
         () if note is None else (note,),
     )
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mtp_engines.backends.options import BACKENDS, DeviceKind, EngineOptions
 from mtp_engines.bundle import WEIGHTS, bundles_in
 from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
@@ -24,9 +26,24 @@ _SLOW_BYTES = 256 << 20
 """Weights above this take more than a second to load."""
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path), required=False)
-threads_option = click.option(
-    "--threads", type=click.IntRange(0, 4 * (os.cpu_count() or 1)), default=0, help="Threads; 0 chooses."
-)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --threads, --backend and --device to a command, which takes them as one `engine`."""
+
+    @functools.wraps(command)
+    def with_engine(*args: Any, threads: int, backend: str | None, device: DeviceKind | None, **others: Any) -> Any:
+        return command(*args, engine=EngineOptions(threads, backend, device), **others)
+
+    for option in (
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where it runs.  [default: as built]"),
+        click.option("--backend", type=click.Choice(BACKENDS), help="What runs it.  [default: as built]"),
+        click.option(
+            "--threads", type=click.IntRange(0, 4 * (os.cpu_count() or 1)), default=0, help="Threads; 0 chooses."
+        ),
+    ):
+        with_engine = option(with_engine)
+    return with_engine
 
 
 @click.group("mtp-run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,7 +67,7 @@ def group() -> None:
 @click.option("--ignore-eos", is_flag=True, help="Do not end at end tokens.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may repeat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
-@threads_option
+@engine_options
 def generate(
     bundle: Path | None,
     prompt: str | None,
@@ -66,7 +83,7 @@ def generate(
     ignore_eos: bool,
     stop: tuple[str, ...],
     as_json: bool,
-    threads: int,
+    engine: EngineOptions,
 ) -> None:
     """Generate from a prompt, streaming the text, or from a file of prompts."""
     defaults: dict[str, Any] = {
@@ -80,7 +97,7 @@ def generate(
         "stop": list(stop) or None,
     }
     requests = list(_requests(prompt, prompt_ids, prompts, defaults))
-    model = open_model(bundle, threads, requests, draft_model)
+    model = open_model(bundle, engine, requests, draft_model)
     for number, request in enumerate(requests, 1):
         if as_json:
             print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)
@@ -91,7 +108,7 @@ def generate(
 
 
 def open_model(
-    given: Path | None, threads: int, requests: Iterable[Request] = (), draft_model: Path | None = None
+    given: Path | None, engine: EngineOptions, requests: Iterable[Request] = (), draft_model: Path | None = None
 ) -> Model:
     """Load the bundle that was named, or the only one; says on stderr if that takes a while, and what to know of it.
 
@@ -104,7 +121,7 @@ def open_model(
     size = sum(file.stat().st_size for file in weights if file.is_file())
     if size > _SLOW_BYTES:
         print(f"loading {size / 1e9:.1f} GB of weights", file=sys.stderr, flush=True)
-    model = load(directory, threads, requests, draft_model)
+    model = load(directory, requests=requests, draft_model=draft_model, options=engine)
     for note in model.notes:
         print(note, file=sys.stderr, flush=True)
     return model

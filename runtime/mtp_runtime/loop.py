@@ -1,4 +1,7 @@
-"""The algorithm: prefill, then draft, verify, accept, commit, emit until something ends it."""
+"""The algorithm: prefill, then draft, verify, accept, commit, emit until something ends it.
+
+Where the backend does a whole cycle by itself, the loop only chooses K and ends.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_engines.engine import Ids, Sequences, Verified
+from mtp_engines.engine import CycleSequences, Ids, Sequences, Verified
 from mtp_engines.errors import NumericsError
 from mtp_runtime.acceptance import accept_greedy
 from mtp_runtime.drafters.protocol import Drafter
@@ -15,6 +18,14 @@ from mtp_runtime.ending import Ending
 from mtp_runtime.events import Emitted, Event, Finished
 from mtp_runtime.policy import DraftPolicy
 from mtp_runtime.stats import Stats
+
+
+@dataclass(frozen=True)
+class WholeCycles:
+    """Sequences whose backend drafts with the bundle's head, or not at all, and accepts greedily."""
+
+    sequences: CycleSequences
+    drafting: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Parts:
     ending: Ending
     stats: Stats
     prefill_chunk: int
+    cycles: WholeCycles | None = None
+    """The backend's own cycles, where they do what this generation wants."""
 
 
 def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
@@ -40,19 +53,20 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
     Yields:
         `Emitted` for prefill and for each cycle, then `Finished`.
     """
-    sequences, drafter, ending, stats = parts.sequences, parts.drafter, parts.ending, parts.stats
+    drafter, ending, stats = parts.drafter, parts.ending, parts.stats
     emitted: list[int] = []
     if ending.remaining(0) > 0:
-        pending = _prefill(prompt, parts)
+        pending = _prefill(prompt, parts) if parts.cycles is None else _device_prefill(prompt, parts)
         emitted = ending.cut([pending])
         yield Emitted(tuple(emitted), ending.text.take())
     while ending.reason is None and ending.remaining(len(emitted)) > 0:
-        wanted = min(parts.policy.choose(stats.cycles), ending.remaining(len(emitted)) - 1)
-        draft, verified = _verify(sequences, emitted[-1], drafter.propose(wanted))
-        block = ending.cut(accept_greedy(draft, verified.ids[0].tolist()))
-        # The rows of the pending token and of every emitted one but the last have been consumed.
-        sequences.commit(np.array([len(block)]))
-        drafter.observe(np.array(block), verified.hidden[0, : len(block)])
+        chosen = parts.policy.choose(stats.cycles)
+        if parts.cycles is not None:
+            # Always the whole K, since a captured cycle has one; what is more than may be emitted is dropped.
+            cycle = parts.cycles.sequences.cycle(chosen)
+            draft, block = cycle.draft[0], ending.cut(cycle.emitted[0][: ending.remaining(len(emitted))])
+        else:
+            draft, block = _host_cycle(min(chosen, ending.remaining(len(emitted)) - 1), emitted[-1], parts)
         stats.add_cycle(len(draft), _delivered(draft, block), len(block), drafter.source)
         emitted += block
         yield Emitted(tuple(block), ending.text.take())
@@ -60,6 +74,23 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
     if rest:
         yield Emitted((), rest)
     yield Finished(tuple(emitted), ending.full_text, ending.reason or "length", len(prompt), stats)
+
+
+def _host_cycle(draft_tokens: int, pending: int, parts: Parts) -> tuple[list[int], list[int]]:
+    """Draft, verify, accept and commit: what was proposed, and what is emitted."""
+    draft, verified = _verify(parts.sequences, pending, parts.drafter.propose(draft_tokens))
+    block = parts.ending.cut(accept_greedy(draft, verified.ids[0].tolist()))
+    # The rows of the pending token and of every emitted one but the last have been consumed.
+    parts.sequences.commit(np.array([len(block)]))
+    parts.drafter.observe(np.array(block), verified.hidden[0, : len(block)])
+    return draft, block
+
+
+def _device_prefill(prompt: list[int], parts: Parts) -> int:
+    """Consume the prompt where the cycles will run."""
+    assert parts.cycles is not None
+    first = parts.cycles.sequences.prefill(np.array([prompt], np.int64), drafting=parts.cycles.drafting)
+    return int(first[0])
 
 
 def _prefill(prompt: list[int], parts: Parts) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from mtp_engines.engine import Floats, Ids, Sequences, Verified
+from mtp_engines.engine import Cycle, CycleSequences, Floats, Ids, Sequences, Verified
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.stats import Seconds
 
@@ -54,6 +54,24 @@ class TimedSequences:
     def reset(self) -> None:
         """Passed on."""
         self._inner.reset()
+
+
+class TimedCycles(TimedSequences):
+    """Sequences with cycles of their own, in which nobody can tell draft from verify: all of it counts as verify."""
+
+    def __init__(self, inner: CycleSequences, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
+        super().__init__(inner, seconds, clock=clock)
+        self._cycles = inner
+
+    def prefill(self, tokens: Ids, *, drafting: bool) -> Ids:
+        """Timed under prefill."""
+        with timed(self._seconds, "prefill", self._clock):
+            return self._cycles.prefill(tokens, drafting=drafting)
+
+    def cycle(self, draft_tokens: int) -> Cycle:
+        """Timed under verify."""
+        with timed(self._seconds, "verify", self._clock):
+            return self._cycles.cycle(draft_tokens)
 
 
 class TimedDrafter:

@@ -60,7 +60,7 @@ def test_a_damaged_file_is_refused_by_name(good: Path, tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda m: m.update(schema_version=99), "schema version 99, this release reads 2"),
+        (lambda m: m.update(schema_version=99), "schema version 99, this release reads 3"),
         (lambda m: m.update(surprise=1), "surprise"),
         (lambda m: m.pop("limits"), "limits"),
         (lambda m: m["versions"].update(onnxruntime="99.1.0"), "built with ONNX Runtime 99.1.0"),

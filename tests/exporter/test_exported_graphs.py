@@ -306,7 +306,7 @@ def test_a_bfloat16_checkpoint_is_converted_once_and_said_so(tmp_path: Path) -> 
 def test_a_weight_format_without_a_kernel_is_refused_at_build_time(tmp_path: Path, weights: str) -> None:
     """EX-09: bf16 on this backend has no kernel; the sentence says what has."""
     checkpoint = random_checkpoint(tmp_path / "model", seed=1)
-    build_refused(checkpoint, tmp_path / "out", f"--weights {weights}", "onnxruntime-cpu", "fp32", weights=weights)
+    build_refused(checkpoint, tmp_path / "out", f"--weights {weights}", "fp32", weights=weights)
 
 
 def test_built_files_stay_within_the_versions_that_the_runtime_reads(hybrid: Case) -> None:

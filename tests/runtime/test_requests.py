@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtp_engines.backends import EngineOptions
 from mtp_engines.errors import ContractError, RequestError
 from mtp_runtime import Model, Request
 from mtp_runtime.cli import requests_from_file
@@ -458,8 +459,8 @@ def test_a_large_bundle_says_that_it_is_loading(
     from mtp_runtime import cli
 
     bundle = markov().bundle.directory
-    cli.open_model(bundle, 1)
+    cli.open_model(bundle, EngineOptions(threads=1))
     assert capsys.readouterr().err == "", "control: a small one says nothing"
     monkeypatch.setattr(cli, "_SLOW_BYTES", 0)
-    cli.open_model(bundle, 1)
+    cli.open_model(bundle, EngineOptions(threads=1))
     assert capsys.readouterr().err.startswith("loading 0.0 GB")

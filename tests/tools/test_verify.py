@@ -139,7 +139,8 @@ def test_the_command_returns_one_when_a_check_fails_and_reads_every_byte(
     monkeypatch.setattr(cli, "open_bundle", opened)
     callback = cli.verify.callback
     assert callback is not None
-    arguments = {"bundle": bundle, "new_tokens": 8, "long_tokens": 8, "quiet": True, "threads": 1}
+    arguments = {"bundle": bundle, "new_tokens": 8, "long_tokens": 8, "quiet": True}
+    arguments |= {"threads": 1, "backend": None, "device": None}
     monkeypatch.setattr(cli, "checks", lambda *_: [checks_module.Line("fine", True)])
     assert callback(**arguments) == 0
     monkeypatch.setattr(cli, "checks", lambda *_: [checks_module.Line("broken", False)])

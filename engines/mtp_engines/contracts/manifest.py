@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from mtp_engines.contracts.model import ModelSpec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -66,6 +66,22 @@ class Numerics:
 
 
 @dataclass(frozen=True)
+class BackendBuild:
+    """How a bundle runs on a backend other than the one every bundle is checked with, ONNX Runtime on a CPU.
+
+    Attributes:
+        precision: of weights and caches.
+        products: `library` takes the backend's matrix products, in runs of one width; `skinny` takes our own,
+            whose rows do not depend on their number.
+        numerics: as tested where the bundle was built; 0 rows: not tested, since that needs the device.
+    """
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    products: Literal["library", "skinny"] = "library"
+    numerics: Numerics = Numerics("near-tie", 0)
+
+
+@dataclass(frozen=True)
 class DraftAgreement:
     """First drafts that equal the target's own greedy choice, over a teacher-forced text."""
 
@@ -81,7 +97,8 @@ class Manifest:
     name: str
     model: ModelSpec
     limits: Limits
-    backend: Literal["onnxruntime-cpu"]
+    backend: Literal["onnxruntime", "torch", "tensorrt"]
+    device: Literal["cpu", "cuda"]
     weights: Literal["fp32"]
     end_tokens: tuple[EndToken, ...]
     source: str
@@ -90,6 +107,8 @@ class Manifest:
     numerics: Numerics
     draft_agreement: DraftAgreement | None
     versions: dict[str, str]
+    backends: dict[str, BackendBuild] = field(default_factory=dict)
+    """By backend and device, as in `torch-cuda`."""
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property

@@ -24,6 +24,11 @@ CHAIN_OUT = "chain_states_out"
 DRAFT_IDS = "draft_ids"
 """Output of a head with a vocabulary of its own: the best ids, in the target's numbering."""
 ACCEPTED_ROWS = "accepted_rows"
+"""How many staged rows of each sequence are made permanent, from the first."""
+KEPT_ROWS = "kept_rows"
+"""How many new rows of each sequence are made permanent at once, from the first."""
+BLOCK_TABLE = "block_table"
+"""int32[batch, max_pages]: the pages of each sequence in order of position."""
 
 
 def tap_of(mtp: MtpSpec) -> str:
@@ -84,6 +89,21 @@ def present_recurrent(layer: int) -> str:
 def factor(layer: int, name: str) -> str:
     """A row factor: `conv` is the raw convolution input, the others are inputs of the recurrence."""
     return f"factors.{layer}.{name}"
+
+
+def staged(layer: int, name: str) -> str:
+    """A row factor that the last call left and this one may commit; named as in `factor`."""
+    return f"staged.{layer}.{name}"
+
+
+def following(layer: int, name: str) -> str:
+    """A row factor that this call leaves for the next one."""
+    return f"next.{layer}.{name}"
+
+
+def layer_of(name: str) -> int:
+    """The layer of a cache or state."""
+    return int(name.split(".")[1])
 
 
 def residual(layer: int) -> str:

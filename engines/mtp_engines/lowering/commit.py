@@ -27,7 +27,7 @@ def commit_model(spec: ModelSpec) -> ir.Model:
         }
         for index, mixer in spec.delta_layers()
     }
-    kept = _kept_rows(g, next(iter(rows.values()))["decay"], count)
+    kept = kept_rows(g, next(iter(rows.values()))["decay"], count)
     for index, mixer in spec.delta_layers():
         with g.scope(f"layers.{index}"):
             _commit_layer(g, index, mixer, rows[index], kept, count)
@@ -57,7 +57,8 @@ def _commit_layer(
     g.output(names.present_recurrent(index), present, "float32", state_shape)
     conv_shape: list[Axis] = ["batch", mixer.conv_kernel - 1, mixer.conv_width]
     past = g.input(names.past_conv(index), "float32", conv_shape)
-    g.output(names.present_conv(index), _last_rows(g, past, rows["conv"], count, mixer), "float32", conv_shape)
+    last = last_rows(g, past, rows["conv"], count, mixer.conv_kernel - 1, mixer.conv_width)
+    g.output(names.present_conv(index), last, "float32", conv_shape)
 
 
 def factor_shapes(mixer: GatedDeltaSpec) -> dict[str, list[int]]:
@@ -71,15 +72,15 @@ def factor_shapes(mixer: GatedDeltaSpec) -> dict[str, list[int]]:
     }
 
 
-def _kept_rows(g: GraphBuilder, factor: ir.Value, count: ir.Value) -> ir.Value:
-    """bool[batch, rows, 1]: row < accepted."""
+def kept_rows(g: GraphBuilder, factor: ir.Value, count: ir.Value) -> ir.Value:
+    """bool[batch, rows, 1]: row < accepted, int64[batch, 1]; `factor` has the rows."""
     rows = g.op("Range", g.constant(0), g.op("Squeeze", g.op("Shape", factor, start=1, end=2)), g.constant(1))
     return g.op("Unsqueeze", g.op("Less", rows, count), g.constant([2]))
 
 
-def _last_rows(g: GraphBuilder, past: ir.Value, rows: ir.Value, count: ir.Value, mixer: GatedDeltaSpec) -> ir.Value:
-    """The kernel - 1 raw rows that end with the last accepted one."""
-    offsets = g.constant(list(range(mixer.conv_kernel - 1)))
+def last_rows(g: GraphBuilder, past: ir.Value, rows: ir.Value, count: ir.Value, length: int, width: int) -> ir.Value:
+    """The `length` raw rows that end with the last accepted one, of `past` and the rows behind it."""
+    offsets = g.constant(list(range(length)))
     index = g.op("Unsqueeze", g.op("Add", count, offsets), g.constant([2]))
-    shape = g.op("Concat", g.op("Shape", index, start=0, end=2), g.constant([mixer.conv_width]), axis=0)
+    shape = g.op("Concat", g.op("Shape", index, start=0, end=2), g.constant([width]), axis=0)
     return g.op("GatherElements", g.op("Concat", past, rows, axis=1), g.op("Expand", index, shape), axis=1)

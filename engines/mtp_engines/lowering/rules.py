@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -48,31 +50,45 @@ def causal_conv_state(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
 def gated_delta(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     """L2 norm through RMSNormalization, then the sequential contrib kernel."""
     query, key, value, decay, beta, past = node.inputs
-    key_heads = node.attributes["num_key_heads"].as_int()
+    heads = (node.attributes["num_key_heads"].as_int(), node.attributes["num_value_heads"].as_int())
     assert past is not None and past.shape is not None
     key_dim = past.shape[2]
     assert isinstance(key_dim, int)
-    unit_key = _unit(g, key, key_heads, key_dim)
-    output, present = g.op_multi(
-        "LinearAttention",
-        _unit(g, query, key_heads, key_dim),
-        unit_key,
-        value,
-        past,
-        decay,
-        beta,
-        outputs=("output", "present"),
-        domain=CONTRIB,
-        q_num_heads=key_heads,
-        kv_num_heads=node.attributes["num_value_heads"].as_int(),
-        update_rule="gated_delta",
-        scale=key_dim**-0.5,
-    )
+    unit_key = unit_rows(g, key, heads[0], key_dim)
+    unit_query = unit_rows(g, query, heads[0], key_dim)
+    output, present = recurrence(g, unit_query, [unit_key, value, decay, beta], past, heads, key_dim)
     return [output, present, unit_key]
 
 
-def _unit(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value:
-    """x / sqrt(sum(x^2) + eps) = RMSNorm(x; eps / dim) / sqrt(dim)."""
+def recurrence(
+    g: GraphBuilder,
+    unit_query: ir.Value,
+    rows: Sequence[ir.Value | None],
+    past: ir.Value,
+    heads: tuple[int, int],
+    key_dim: int,
+) -> list[ir.Value]:
+    """The output of every row and the state after the last one.
+
+    Args:
+        rows: unit key, value, decay and beta.
+        heads: of the keys, and of the values.
+    """
+    key, value, decay, beta = rows
+    return g.op_multi(
+        "LinearAttention",
+        *(unit_query, key, value, past, decay, beta),
+        outputs=("output", "present"),
+        domain=CONTRIB,
+        q_num_heads=heads[0],
+        kv_num_heads=heads[1],
+        update_rule="gated_delta",
+        scale=key_dim**-0.5,
+    )
+
+
+def unit_rows(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value:
+    """Every head of length 1: x / sqrt(sum(x^2) + eps) = RMSNorm(x; eps / dim) / sqrt(dim)."""
     split = g.op("Reshape", x, g.constant([0, 0, heads, dim]))
     scale = g.constant(np.full(dim, dim**-0.5), "float32")
     unit = g.op("RMSNormalization", split, scale, axis=-1, epsilon=L2_EPSILON / dim)
@@ -128,23 +144,55 @@ def _attend(
     rows = g.op("Shape", query, start=1, end=2)
     width = g.op("Max", rows, g.constant([LEAST_QUERY_ROWS]))
     total = g.op("Add", past_length, width)
-    output, present_key, present_value = g.op_multi(
-        "GroupQueryAttention",
-        *(_with_twin(g, x, rows, width, axis=1) for x in (query, key, value)),
-        *pasts,
-        _int32(g, g.op("Sub", total, g.constant([1]))),
-        _int32(g, g.op("ReduceMax", total, keepdims=0)),
-        *([None] * 9),
+    output, present_key, present_value = group_query(
+        g,
+        [_with_twin(g, x, rows, width, axis=1) for x in (query, key, value)],
+        pasts,
+        int32(g, g.op("Sub", total, g.constant([1]))),
+        int32(g, g.op("ReduceMax", total, keepdims=0)),
         # The right-padding input is what admits several sequences with different past lengths.
-        _int32(g, g.op("Expand", width, g.op("Shape", past_length))),
-        outputs=("output", "present_key", "present_value"),
-        domain=CONTRIB,
-        num_heads=heads,
-        kv_num_heads=kv_heads,
+        int32(g, g.op("Expand", width, g.op("Shape", past_length))),
+        heads=(heads, kv_heads),
         scale=dim**-0.5,
     )
     kept = g.op("Slice", output, g.constant([0]), rows, g.constant([1]))
     return [_unpadded(g, kept, heads, dim), present_key, present_value]
+
+
+def group_query(
+    g: GraphBuilder,
+    inputs: Sequence[ir.Value | None],
+    pasts: tuple[ir.Value | None, ir.Value | None],
+    last: ir.Value,
+    total: ir.Value,
+    padding: ir.Value | None = None,
+    *,
+    heads: tuple[int, int],
+    scale: float,
+) -> list[ir.Value]:
+    """GroupQueryAttention: the output and both caches.
+
+    Args:
+        inputs: query, key and value, [batch, rows, heads * dim].
+        pasts: key and value caches, [batch, heads, capacity, dim].
+        last: int32[batch], the position of each sequence's last row.
+        total: an int32 number that no position of the batch reaches.
+        padding: int32[batch], how many of the rows each sequence has; a release before 1.32 does not know it.
+        heads: of the query, and of key and value.
+    """
+    return g.op_multi(
+        "GroupQueryAttention",
+        *inputs,
+        *pasts,
+        last,
+        total,
+        *([] if padding is None else [*([None] * 9), padding]),
+        outputs=("output", "present_key", "present_value"),
+        domain=CONTRIB,
+        num_heads=heads[0],
+        kv_num_heads=heads[1],
+        scale=scale,
+    )
 
 
 def _padded(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value | None:
@@ -171,5 +219,6 @@ def _with_twin(g: GraphBuilder, x: ir.Value | None, rows: ir.Value, width: ir.Va
     return g.op("Concat", x, twin, axis=axis)
 
 
-def _int32(g: GraphBuilder, value: ir.Value) -> ir.Value:
+def int32(g: GraphBuilder, value: ir.Value) -> ir.Value:
+    """The same numbers in 32 bits."""
     return g.op("Cast", value, to=int(ir.DataType.INT32))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
+from mtp_engines.backends.options import EngineOptions
 from mtp_runtime.api import Model
-from mtp_runtime.cli import bundle_argument, open_model, requests_from_file, threads_option
+from mtp_runtime.cli import bundle_argument, engine_options, open_model, requests_from_file
 from mtp_runtime.drafters.registry import DRAFTERS
 from mtp_runtime.request import Request
 from mtp_runtime.stats import Stats, merge
@@ -26,7 +27,7 @@ _HEADER = (
 @click.option("--draft-tokens", default="1,2,3", show_default=True, help="Values of K.")
 @click.option("--drafter", type=click.Choice(DRAFTERS), help="What drafts.  [default: draft model or head, if any]")
 @click.option("--draft-model", type=click.Path(path_type=Path), help="Bundle of a second model that drafts.")
-@threads_option
+@engine_options
 def acceptance(
     bundle: Path | None,
     prompts: Path,
@@ -35,7 +36,7 @@ def acceptance(
     draft_tokens: str,
     drafter: str | None,
     draft_model: Path | None,
-    threads: int,
+    engine: EngineOptions,
 ) -> None:
     """Measure acceptance: short answers and long ones apart, since a tiny model repeats itself in long ones."""
     try:
@@ -45,7 +46,7 @@ def acceptance(
     if min(widths) < 1:
         raise click.UsageError(f"--draft-tokens is {draft_tokens}; acceptance is measured for values of at least 1.")
     requests = requests_from_file(prompts, {"ignore_eos": True, "drafter": drafter})
-    model = open_model(bundle, threads, requests, draft_model)
+    model = open_model(bundle, engine, requests, draft_model)
     header = _HEADER
     for length in (burst, run):
         for width in widths:

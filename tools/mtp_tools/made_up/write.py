@@ -37,6 +37,15 @@ def write_checkpoint(directory: Path, shape: PublishedShape, seed: int = 0) -> i
     return total
 
 
+def write_headers(directory: Path, shape: PublishedShape) -> None:
+    """Write a checkpoint that can be described and not be read: its tensors are a hole in a file."""
+    (directory / "config.json").write_text(json.dumps(config(shape), indent=1), encoding="utf-8")
+    header, total = _header(tensors(shape))
+    with (directory / "model.safetensors").open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + total)
+
+
 def _header(shapes: Shapes) -> tuple[bytes, int]:
     entries: dict[str, Any] = {}
     offset = 0

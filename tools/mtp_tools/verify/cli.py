@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
+from mtp_engines.backends.options import EngineOptions
 from mtp_engines.bundle import open_bundle
 from mtp_engines.errors import RequestError
-from mtp_runtime.cli import bundle_argument, find_bundle, open_model, threads_option
+from mtp_runtime.cli import bundle_argument, engine_options, find_bundle, open_model
 from mtp_tools.verify.checks import Line, checks
 
 
@@ -21,8 +22,8 @@ from mtp_tools.verify.checks import Line, checks
     "--long-tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of the long generation."
 )
 @click.option("--quiet", is_flag=True, help="Print failures and the verdict only.")
-@threads_option
-def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, threads: int) -> int:
+@engine_options
+def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, engine: EngineOptions) -> int:
     """Prove that speculation changes nothing: tokens for every K, and every state after every cycle, bit by bit."""
     directory = find_bundle(bundle)
     limits = open_bundle(directory, thorough=True).manifest.limits
@@ -36,7 +37,7 @@ def verify(bundle: Path | None, new_tokens: int, long_tokens: int, quiet: bool, 
             f"{directory} holds {limits.max_model_len} tokens, too few to accept all of {least - 2} drafts once. Build "
             f"it with a --max-model-len of at least {least + 1}, or with a smaller --draft-tokens."
         )
-    model = open_model(directory, threads)
+    model = open_model(directory, engine)
     total, failed = 0, []
     for line in checks(model, new_tokens, long_tokens):
         total += 1

@@ -15,6 +15,7 @@ from mtp_engines.backends.onnxruntime_cpu.depths import draft_head
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import TargetState, factor_buffers
+from mtp_engines.checks import check_draft, check_rows
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
@@ -39,7 +40,7 @@ class CpuSequences:
         """Run the target over rows after the committed ones and stage the result."""
         with self._exclusive():
             self._staged = None
-            self._check_tokens(tokens)
+            check_rows(tokens, self.lengths, self._spec, self._limits)
             rows = tokens.shape[1]
             if not 0 <= logit_rows <= rows:
                 raise ContractError(f"verify got logit_rows = {logit_rows}, expected 0..{rows}.")
@@ -83,7 +84,7 @@ class CpuSequences:
         if self._mtp is None:
             raise ContractError("This bundle has no MTP head to draft with; build it without --no-mtp.")
         with self._exclusive():
-            self._check_draft(tokens, hidden, rows, draft_tokens)
+            check_draft(tokens, hidden, rows, draft_tokens, self._batch, self._spec, self._limits)
             return self._mtp.draft(tokens, hidden, rows, draft_tokens)
 
     def logits(self, hidden: Floats) -> Floats:
@@ -107,39 +108,6 @@ class CpuSequences:
         if rows not in self._steps:
             self._steps[rows] = _Step(self._spec, self._limits, self._sessions, self._state, rows)
         return self._steps[rows]
-
-    def _check_tokens(self, tokens: Ids) -> None:
-        limits = self._limits
-        if tokens.dtype != np.int64 or tokens.ndim != 2 or tokens.shape[0] != self._batch or tokens.shape[1] < 1:
-            raise ContractError(
-                f"verify got {tokens.dtype}{list(tokens.shape)}, expected int64[{self._batch}, rows] with rows >= 1."
-            )
-        self._check_vocabulary(tokens)
-        if self.lengths.max() + tokens.shape[1] > limits.capacity - 1:
-            raise ContractError(
-                f"{tokens.shape[1]} rows after {self.lengths.max()} committed ones leave the context of "
-                f"{limits.max_model_len} tokens. Build the bundle with a larger --max-model-len."
-            )
-
-    def _check_vocabulary(self, tokens: Ids) -> None:
-        last = self._spec.vocab_size - 1
-        if tokens.min() < 0 or tokens.max() > last:
-            bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise ContractError(f"Token id {bad} is outside the vocabulary 0..{last} of this model.")
-
-    def _check_draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> None:
-        width = tokens.shape[-1]
-        expected = ((self._batch, width), (self._batch, width, self._spec.tap_width), (self._batch,))
-        found = (tokens.shape, hidden.shape, rows.shape)
-        if found != expected or not width or rows.min() < 0 or rows.max() > width:
-            raise ContractError(
-                f"draft got tokens{list(found[0])}, hidden{list(found[1])}, rows {rows.tolist()}; expected "
-                f"tokens{list(expected[0])}, hidden{list(expected[1])} and {self._batch} counts of 0..{width}."
-            )
-        self._check_vocabulary(tokens)
-        most = self._limits.max_draft_tokens
-        if not 0 <= draft_tokens <= most:
-            raise ContractError(f"draft got draft_tokens = {draft_tokens}, expected 0..{most}.")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -51,7 +53,15 @@ def load_graph(path: Path) -> ir.Model:
     return model
 
 
-def open_session(model: ir.Model, folder: Path, *, threads: int = 0, prepack: bool = True) -> ort.InferenceSession:
+def open_session(
+    model: ir.Model,
+    folder: Path,
+    *,
+    threads: int = 0,
+    prepack: bool = True,
+    providers: Sequence[Any] = PROVIDERS,
+    weights: Mapping[str, ort.OrtValue] | None = None,
+) -> ort.InferenceSession:
     """Open a lowered model.
 
     Args:
@@ -59,6 +69,8 @@ def open_session(model: ir.Model, folder: Path, *, threads: int = 0, prepack: bo
         folder: directory of the weight file.
         threads: intra-op threads; 0 takes one for each physical core.
         prepack: False leaves the weights mapped, not copied: slower, and rows then depend on their number.
+        providers: where it runs, as ONNX Runtime takes them.
+        weights: values in memory of external tensors, by name; they must outlive the session.
 
     Raises:
         BundleError: this ONNX Runtime refuses the graph.
@@ -71,9 +83,11 @@ def open_session(model: ir.Model, folder: Path, *, threads: int = 0, prepack: bo
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
     if not prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
+    if weights:
+        options.add_external_initializers(list(weights), list(weights.values()))
     payload = ir.to_proto(model).SerializeToString()
     try:
-        return ort.InferenceSession(payload, options, providers=PROVIDERS)
+        return ort.InferenceSession(payload, options, providers=list(providers))
     except Exception as error:  # ONNX Runtime raises a class of its own for each status code.
         reason = str(error).splitlines()[0]
         raise BundleError(

@@ -1,0 +1,47 @@
+"""CUDA graphs of work that is enqueued again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+
+class Captures:
+    """Runs work eagerly the first time, captures it the second time, and replays it from then on.
+
+    The first run is the warm-up that a capture needs, and real work: nothing is run for nothing. All graphs share
+    one pool of memory, since no two of them run at once.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self._device = device
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def count(self) -> int:
+        """Graphs that were captured."""
+        return len(self._graphs)
+
+    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        """Do the work that `key` stands for."""
+        if not self.enabled:
+            enqueue()
+            return
+        if key not in self._seen:
+            self._seen.add(key)
+            enqueue()
+            return
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(enqueue)
+        self._graphs[key].replay()
+
+    def _capture(self, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.graph(graph, pool=pool):
+            enqueue()
+        return graph

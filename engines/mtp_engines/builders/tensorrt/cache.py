@@ -1,0 +1,115 @@
+"""Directories of built engines: each is whole and says what it was built from, or it is absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from mtp_engines.builders.tensorrt.target import Target
+from mtp_engines.bundle import GRAPHS, Bundle, entry_of
+from mtp_engines.contracts.engines import EngineFile
+from mtp_engines.errors import BuildError
+from mtp_engines.lowering.precision import Precision
+
+ENTRY_FILE = "engines.json"
+ENGINES = "engines"
+FORM = 1
+"""Raised whenever the builder makes other engines from the same bundle."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    size: int
+    sha256: str
+
+
+@validated(frozen=True, config=ConfigDict(extra="forbid"))
+class _Entry:
+    key: str
+    engines: tuple[EngineFile, ...]
+    files: dict[str, _Stored]
+
+
+_ENTRY = TypeAdapter(_Entry)
+
+
+def default_directory(bundle: Bundle, target: Target, precision: Precision) -> Path:
+    """Where the engines of a bundle lie if its user names no place."""
+    return bundle.directory / ENGINES / f"{target.flavour.name}-{target.version}-{target.name}-{precision}"
+
+
+def key_of(bundle: Bundle, target: Target, precision: Precision, rows: Sequence[int], *, skinny: bool = False) -> str:
+    """sha256 over everything that an engine depends on."""
+    manifest = bundle.manifest
+    content = {
+        "form": FORM,
+        "graphs": {name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(f"{GRAPHS}/")},
+        "limits": asdict(manifest.limits),
+        "precision": precision,
+        "rows": list(rows),
+        "skinny": skinny,
+        "backend": target.flavour.name,
+        "version": target.version,
+        "target": target.name,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def load_entry(directory: Path, key: str) -> tuple[EngineFile, ...] | None:
+    """The engines in a directory; None if there are none, or others, or a file is missing or changed."""
+    entry = _read(directory)
+    if entry is None or entry.key != key:
+        return None
+    for name, stored in entry.files.items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != stored.size or entry_of(path).sha256 != stored.sha256:
+            return None
+    return entry.engines
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Refuse to build over something that holds no engines.
+
+    Raises:
+        BuildError: `directory` is a file, or a directory with other content.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir() or (any(directory.iterdir()) and not (directory / ENTRY_FILE).is_file()):
+        raise BuildError(f"{directory} exists and holds no engines; give another directory for them.")
+
+
+def publish_entry(staged: Path, directory: Path, key: str, engines: tuple[EngineFile, ...]) -> None:
+    """Write the list of a staged directory and move it to `directory`, in place of what stood there."""
+    files = {}
+    for engine in engines:
+        found = entry_of(staged / engine.file)
+        files[engine.file] = _Stored(found.size, found.sha256)
+    (staged / ENTRY_FILE).write_bytes(_ENTRY.dump_json(_Entry(key, engines, files), indent=1) + b"\n")
+    staged.chmod(0o755)
+    refuse_foreign(directory)
+    # Named as `staging` names its own, which removes what a killed process left.
+    name = f".{directory.name}.{os.getpid()}."
+    with tempfile.TemporaryDirectory(prefix=name, suffix=".partial", dir=directory.parent) as aside:
+        if directory.exists():
+            directory.rename(Path(aside) / "old")
+        staged.rename(directory)
+
+
+def _read(directory: Path) -> _Entry | None:
+    path = directory / ENTRY_FILE
+    if not path.is_file():
+        return None
+    try:
+        entry: _Entry = _ENTRY.validate_json(path.read_bytes())
+    except ValidationError:
+        return None
+    return entry

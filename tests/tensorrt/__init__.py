@@ -1,0 +1,1 @@
+"""Tests against the real Python bindings of TensorRT, without its builder."""
