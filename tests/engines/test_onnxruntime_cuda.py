@@ -238,8 +238,10 @@ def test_control_wrong_counts_change_the_states(
     right, _ = states(engine, prompts[0])
     good = engine._setup.executor
     engine._setup = dataclasses.replace(engine._setup, executor=Faulty(good, name, lambda rows: rows))
+    engine._idle.clear()
     assert difference(states(engine, prompts[0])[0], right) == 0, "control: the detour alone changes nothing"
     engine._setup = dataclasses.replace(engine._setup, executor=Faulty(good, name, change))
+    engine._idle.clear()
     wrong, _ = states(engine, prompts[0])
     # Delta layers stand before the only attention layer, so a wrong length moves nothing but the caches.
     assert moved(wrong, right, "key_values" if name == names.PAST_LENGTH else "recurrent")
@@ -251,6 +253,7 @@ def test_control_staged_sets_that_do_not_change_places_are_noticed(
     engine = open_here(bundle, grouped=True)
     right, _ = states(engine, prompts[0])
     into = DeltaStates.into
+    engine._idle.clear()
     monkeypatch.setattr(DeltaStates, "into", lambda self, newest: into(self, 1 - newest))
     wrong, _ = states(engine, prompts[0])
     assert moved(wrong, right, "recurrent")

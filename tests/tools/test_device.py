@@ -8,8 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from mtp_engines.contracts.manifest import Limits
+from mtp_tools.device.cycles import Amount, CycleChecks, Script
+from mtp_tools.device.models import MadeUpModel, Variant
+from mtp_tools.device.results import Results
+from mtp_tools.made_up import shapes
 from tests.fixtures.checkpoints import random_checkpoint
 from tests.support import build_bundle
 
@@ -90,3 +97,28 @@ def test_without_a_device_the_run_is_refused(bundle: Path) -> None:
     assert done.returncode == 1
     assert "no CUDA device" in done.stderr
     assert "--dry-run" in done.stderr
+
+
+def test_a_made_up_shape_runs_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape's weights exist on the device only; the script runs the 2B shape so."""
+    for name, value in {"VOCAB": 96, "HEAD_DIM": 32, "DELTA_DIM": 16, "KEY_HEADS": 2}.items():
+        monkeypatch.setattr(shapes, name, value)
+    shape = shapes.PublishedShape(4, 48, 64, 2, 1, 4, True)
+    limits = Limits(max_model_len=64, max_batch_size=1, max_draft_tokens=3, prefill_chunk=16)
+    model = MadeUpModel("little", shape, limits, torch.device("cpu"), 1)
+    results = Results({}, lambda line: None)
+    amount = Amount([3, 14, 15], new_tokens=5, text_rows=4, widths=(3,), acceptances=(1.0,), rounds=1)
+    checks = CycleChecks(model, amount, torch.device("cpu"), results)
+    known = checks.run(Variant("bf16", skinny=False, graphs=True))
+    assert len(known) == 3 + 5
+    assert results.failed == []
+    checks.times(Variant("bf16", skinny=False, graphs=True), known)
+    speed = {line.name: line.value for line in results.lines if line.section == "speed"}
+    assert len(speed) == 1
+    # What a script of right tokens is for: a cycle then emits K + 1 tokens, and a wrong one emits a single token.
+    sequences = model.engine(Variant("bf16", skinny=False, graphs=True)).sequences()
+    for acceptance, emitted in ((1.0, 4), (0.0, 1)):
+        sequences.reset()
+        sequences.redraft(Script(known, acceptance, 96, torch.device("cpu"), 5))
+        sequences.prefill(np.array([[3, 14, 15]]), drafting=True)
+        assert len(sequences.cycle(3).emitted[0]) == emitted

@@ -3,7 +3,6 @@
 A process registers once and then parses graphs; what it asks for is compiled when an engine is built.
 """
 
-# mypy: disable-error-code="import-untyped, import-not-found"
 # tensorrt has no types, and a default installation does not have it; it is imported where plugins are registered.
 
 from __future__ import annotations

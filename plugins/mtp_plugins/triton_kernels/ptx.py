@@ -3,7 +3,6 @@
 The kernels' own launches and this file compile with the same options, so both give the same bits.
 """
 
-# mypy: disable-error-code="import-untyped, import-not-found"
 # triton has no types, and a default installation does not have it; it is imported where a kernel is compiled.
 
 from __future__ import annotations

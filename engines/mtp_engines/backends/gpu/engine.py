@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import onnx_ir as ir
 
 from mtp_engines.backends.gpu.device import Setup
 from mtp_engines.backends.gpu.executor import Executor, Graph
-from mtp_engines.backends.gpu.sequences import DeviceSequences
+from mtp_engines.backends.gpu.sequences import DeviceSequences, Slot
 from mtp_engines.backends.gpu.widths import Widths
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
@@ -77,6 +78,7 @@ class DeviceEngine:
         self.spec, self.limits = spec, limits
         self.numerics = "near-tie"
         self._setup = Setup(executor, spec, limits, widths, graphs)
+        self._idle: dict[int, list[Slot]] = {}
 
     def sequences(self, batch: int = 1) -> DeviceSequences:
         """Fresh state for `batch` sequences that run together."""
@@ -85,7 +87,16 @@ class DeviceEngine:
                 f"{batch} sequences were asked for at once, this bundle was built for 1 to "
                 f"{self.limits.max_batch_size}. Build it again with --max-batch-size {max(batch, 1)}."
             )
-        return DeviceSequences(self._setup, batch)
+        idle = self._idle.setdefault(batch, [])
+        try:
+            slot = idle.pop()
+        except IndexError:
+            slot = Slot(self._setup, batch)
+        slot.clear()
+        sequences = DeviceSequences(self._setup, slot)
+        # Graphs are captured for a slot's own memory; a request that had to capture its own would wait for them.
+        weakref.finalize(sequences, idle.append, slot)
+        return sequences
 
 
 def _vocabulary_head(model: ir.Model) -> ir.Model:

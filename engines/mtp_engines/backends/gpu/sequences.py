@@ -19,6 +19,19 @@ from mtp_engines.engine import Cycle, Floats, Ids, Verified
 from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
 
 
+class Slot:
+    """What outlives a batch of sequences: its memory on the device and its captured graphs, for the next batch."""
+
+    def __init__(self, setup: Setup, batch: int) -> None:
+        self.device = Device(setup, batch)
+        self.cycler = Cycler(self.device)
+
+    def clear(self) -> None:
+        """Forget the sequences that were here."""
+        self.device.reset()
+        self.cycler.redraft = None
+
+
 class DeviceSequences:
     """The state of `batch` sequences on a device.
 
@@ -26,12 +39,12 @@ class DeviceSequences:
     make permanent. Rows of a prompt, more than the widest verify, are kept at once.
     """
 
-    def __init__(self, setup: Setup, batch: int) -> None:
-        self._device = Device(setup, batch)
+    def __init__(self, setup: Setup, slot: Slot) -> None:
+        self._device, self._cycler = slot.device, slot.cycler
         self._limits, self._spec = setup.limits, setup.spec
+        batch = slot.device.batch
         self._lock = threading.Lock()
         self._staged: int | None = None
-        self._cycler = Cycler(self._device)
         self._begun = False
         self.lengths: Ids = np.zeros(batch, np.int64)
         self._head_lengths: Ids = np.zeros(batch, np.int64)
