@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,12 @@ import onnx
 import pytest
 
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, WEIGHTS, entry_of, mtp_graph, open_bundle
-from mtp_engines.contracts.manifest import MANIFEST, Manifest
+from mtp_engines.bundle import BACKBONE, WEIGHTS, mtp_graph
 from mtp_engines.engine import Floats, Ids
 from mtp_engines.errors import NumericsError
 from mtp_runtime import Model
 from tests.fixtures.checkpoints import markov_checkpoint
+from tests.runtime.changed import changed, forty_after_eight
 from tests.runtime.conftest import Models
 from tests.runtime.parts import Delegate, play, take_into
 from tests.support import build_bundle, command_refused, copy_of, load_model, refused, run_command
@@ -32,27 +31,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_bundle(markov_checkpoint(place / "checkpoint"), place / "bundle")
 
 
-def _changed(bundle: Path, out: Path, graph: str, tensor: str, at: tuple[int, ...], value: float) -> Path:
-    """A copy of the bundle with one value of one tensor replaced, and the manifest's digests with it."""
-    copy_of(bundle, out)
-    proto = onnx.load(out / graph, load_external_data=False).graph
-    (found,) = (initializer for initializer in proto.initializer if initializer.name == tensor)
-    place = {entry.key: entry.value for entry in found.external_data}
-    weights = np.memmap(out / WEIGHTS, np.float32, "r+", int(place["offset"]), tuple(found.dims))
-    weights[at] = value
-    weights.flush()
-    manifest = _manifest(out)
-    files = {**manifest.files, WEIGHTS: entry_of(out / WEIGHTS)}
-    (out / MANIFEST_FILE).write_bytes(MANIFEST.dump_json(replace(manifest, files=files)))
-    open_bundle(out, thorough=True)
-    return out
-
-
-def _manifest(bundle: Path) -> Manifest:
-    """The manifest without a check of the files."""
-    return MANIFEST.validate_json((bundle / MANIFEST_FILE).read_bytes())
-
-
 def _broken_off(model: Model, draft_tokens: int, prompt: list[int]) -> tuple[list[int], str]:
     """The ids that came out before a NumericsError, and its text."""
     ids: list[int] = []
@@ -64,7 +42,7 @@ def _broken_off(model: Model, draft_tokens: int, prompt: list[int]) -> tuple[lis
 
 def test_changing_a_bundle_this_way_changes_nothing_else(sound: Path, tmp_path: Path) -> None:
     """RT-48: the control of this file: a changed value that is a number, in a head that only drafts."""
-    copied = load_model(_changed(sound, tmp_path / "b", mtp_graph(0), "mtp.output_norm", (0,), 0.9))
+    copied = load_model(changed(sound, tmp_path / "b", mtp_graph(0), "mtp.output_norm", (0,), 0.9))
     for draft_tokens in K_VALUES:
         done = copied.complete(prompt_ids=[5], max_new_tokens=20, draft_tokens=draft_tokens)
         assert list(done.token_ids) == CHAIN
@@ -80,7 +58,7 @@ def test_a_target_that_is_not_finite_emits_nothing(
     sound: Path, tmp_path: Path, tensor: str, at: tuple[int, ...], value: float, draft_tokens: int
 ) -> None:
     """RT-48: NaN in a norm of the target, infinity in a row of the vocabulary head that is never the best."""
-    model = load_model(_changed(sound, tmp_path / "b", BACKBONE, tensor, at, value))
+    model = load_model(changed(sound, tmp_path / "b", BACKBONE, tensor, at, value))
     ids, message = _broken_off(model, draft_tokens, [5, 6, 7])
     assert ids == []
     assert "not a number at position 2" in message
@@ -89,7 +67,7 @@ def test_a_target_that_is_not_finite_emits_nothing(
 
 def test_the_command_line_says_so_in_one_line(sound: Path, tmp_path: Path) -> None:
     """RT-48 and SV-07: exit code 1, one sentence, no id on stdout."""
-    bundle = _changed(sound, tmp_path / "b", BACKBONE, "layers.0.input_norm", (3,), np.nan)
+    bundle = changed(sound, tmp_path / "b", BACKBONE, "layers.0.input_norm", (3,), np.nan)
     result = run_command("mtp-run", "generate", bundle, "--prompt-ids", "5", "--max-new-tokens", "4")
     command_refused(result, "position 0", "not a number")
     assert result.stdout.strip() == ""
@@ -99,7 +77,7 @@ def test_control_without_the_check_a_row_of_nan_becomes_an_id(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RT-48: the fault of the case, NaN laundered into a token, is what the checks above would see."""
-    model = load_model(_changed(sound, tmp_path / "b", BACKBONE, "layers.0.input_norm", (3,), np.nan))
+    model = load_model(changed(sound, tmp_path / "b", BACKBONE, "layers.0.input_norm", (3,), np.nan))
     choose = VocabularyHead.choose
 
     def believes(self: VocabularyHead, hidden: Floats) -> object:
@@ -115,7 +93,7 @@ def test_control_without_the_check_a_row_of_nan_becomes_an_id(
 @pytest.mark.parametrize("draft_tokens", K_VALUES)
 def test_a_value_that_turns_up_later_ends_there(sound: Path, tmp_path: Path, draft_tokens: int) -> None:
     """RT-48: consuming id 9, at position 4, gives NaN; what came out before is right, and others are served."""
-    model = load_model(_changed(sound, tmp_path / "b", BACKBONE, "embedding", (9, 0), np.nan))
+    model = load_model(changed(sound, tmp_path / "b", BACKBONE, "embedding", (9, 0), np.nan))
     ids, message = _broken_off(model, draft_tokens, [5])
     assert "not a number at position 4" in message
     assert ids == CHAIN[: len(ids)]
@@ -135,7 +113,7 @@ def test_a_head_that_is_not_finite_drafts_nothing(sound: Path, tmp_path: Path, t
         for initializer in onnx.load(sound / mtp_graph(0), load_external_data=False).graph.initializer
         if initializer.name == tensor
     )
-    model = load_model(_changed(sound, tmp_path / "b", mtp_graph(0), tensor, (0,) * len(shape), value))
+    model = load_model(changed(sound, tmp_path / "b", mtp_graph(0), tensor, (0,) * len(shape), value))
     for draft_tokens in K_VALUES:
         done = model.complete(prompt_ids=[5], max_new_tokens=20, draft_tokens=draft_tokens)
         assert list(done.token_ids) == CHAIN
@@ -164,9 +142,9 @@ def test_a_rejected_draft_that_is_not_finite_changes_no_id(tmp_path: Path, draft
 
     The ids are those of plain decoding, or the run ends with the position: never with other ids.
     """
-    checkpoint = markov_checkpoint(tmp_path / "checkpoint", draft=_forty_after_eight)
+    checkpoint = markov_checkpoint(tmp_path / "checkpoint", draft=forty_after_eight)
     bundle = build_bundle(checkpoint, tmp_path / "bundle")
-    model = load_model(_changed(bundle, tmp_path / "changed", BACKBONE, "embedding", (40, 0), np.nan))
+    model = load_model(changed(bundle, tmp_path / "changed", BACKBONE, "embedding", (40, 0), np.nan))
     if draft_tokens == 0:
         done = model.complete(prompt_ids=[7], max_new_tokens=20, draft_tokens=0)
         assert list(done.token_ids) == list(range(8, 28))
@@ -186,7 +164,3 @@ def test_a_changed_weight_file_is_noticed_without_new_digests(sound: Path, tmp_p
     weights.flush()
     with refused("weights.data", "was changed"):
         load_model(bundle)
-
-
-def _forty_after_eight(token: int) -> int:
-    return 39 if token == 8 else token
