@@ -38,6 +38,9 @@ class Sequences(Protocol):
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
         """Run the target over int64[batch, rows] after the committed rows and stage the result.
 
+        More rows than the bundle's largest K and one are rows of a prompt, which a backend may keep at once:
+        commit all of them before the next verify.
+
         Raises:
             ContractError: tokens have another shape or kind, or leave the context.
             NumericsError: a logit or hidden value is not finite.

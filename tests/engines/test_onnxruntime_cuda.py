@@ -352,7 +352,7 @@ def test_a_layer_without_a_form_is_refused_by_name(operator: str) -> None:
     g = GraphBuilder("layer")
     g.outputs.append(g.op(operator, g.input("x", "float32", [1]), domain=DOMAIN))
     name = {"LatentAttention": "latent attention", "RoutedExperts": "routed experts"}[operator]
-    with refused(name, "onnxruntime-cpu", error=BundleError):
+    with refused(name, "--backend onnxruntime", error=BundleError):
         lower_onnxruntime_cuda(g.model(domains=[DOMAIN]), 5, grouped=True)
 
 

@@ -14,7 +14,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as HasNon
 from mtp_engines.backends.torch import call, interpreter
 from mtp_engines.backends.torch.call import Call, Values
 from mtp_engines.errors import BundleError
-from tests.gpu.operator_cases import OperatorCase, cases
+from tests.gpu.operator_cases import OperatorCase, cases, floats, i64
 
 CPU = torch.device("cpu")
 
@@ -119,8 +119,22 @@ def test_a_value_that_is_none_gives_a_place_inside_the_axis() -> None:
 
 def test_an_operator_that_is_not_there_is_refused_in_one_sentence() -> None:
     case = OperatorCase("Erf", [np.zeros(2, np.float32)])
-    with pytest.raises(BundleError, match=r"no operator Erf\. Run the bundle on onnxruntime-cpu\.$"):
+    with pytest.raises(BundleError, match=r"no operator Erf\. Run the bundle with --backend onnxruntime\.$"):
         interpreted(case, [np.zeros(2, np.float32)])
+
+
+REFUSED = [
+    (OperatorCase("ArgMax", [floats(2, 3)], {"axis": 1, "select_last_index": 1}), "select_last_index"),
+    (OperatorCase("TopK", [floats(2, 3), i64(1)], {"largest": 0}, outputs=2), "largest"),
+    (OperatorCase("Pad", [floats(4), i64(1, 1)], {"mode": "edge"}), "mode"),
+    (OperatorCase("Slice", [floats(4), i64(0), i64(4), i64(0), i64(2)]), "x4"),
+]
+
+
+@pytest.mark.parametrize(("case", "what"), REFUSED, ids=[what for _, what in REFUSED])
+def test_what_would_be_left_out_of_account_is_refused(case: OperatorCase, what: str) -> None:
+    with pytest.raises(BundleError, match=f"no operator {case.name} with {what}"):
+        interpreted(case, expected(case))
 
 
 def test_a_body_of_a_loop_sees_values_around_it() -> None:

@@ -247,3 +247,39 @@ def _prefilled(opened: Opened) -> DeviceSequences:
 
 def _chunked(opened: Opened) -> object:
     return opened.torch(prefill_chunk=8).sequences().verify(np.ones((1, 9), np.int64), 1)
+
+
+def test_rows_of_a_prompt_that_were_not_committed_are_not_forgotten_in_silence(partial: Opened) -> None:
+    """They are in the states already, so the next verify would stand on rows that nobody kept."""
+    sequences = partial.torch().sequences()
+    chunk = sequences._device.widths.prefill[0]
+    sequences.verify(np.zeros((1, chunk), np.int64), 1)
+    for again in (
+        lambda: sequences.verify(np.zeros((1, 1), np.int64), 1),
+        lambda: sequences.prefill(np.zeros((1, 1), np.int64), drafting=False),
+    ):
+        with pytest.raises(ContractError, match=r"kept whole .* commit all of it, or reset"):
+            again()
+    sequences.commit(np.array([chunk]))
+    sequences.verify(np.zeros((1, 1), np.int64), 1)
+    sequences.reset()
+    sequences.verify(np.zeros((1, chunk), np.int64), 1)
+    sequences.reset()
+    assert sequences.verify(np.zeros((1, 1), np.int64), 1).ids.shape == (1, 1), "control: a reset forgets them"
+
+
+def test_sequences_that_are_let_go_leave_their_memory_to_the_next(partial: Opened) -> None:
+    engine = partial.torch()
+    prompt = np.array([[3, 1, 4, 1, 5]])
+    first = engine.sequences()
+    want = [int(first.prefill(prompt, drafting=True)[0]), *first.cycle(2).emitted[0]]
+    device = first._device
+    second = engine.sequences()
+    assert second._device is not device, "control: the first still has it"
+    del first
+    third = engine.sequences()
+    assert third._device is device
+    third.verify(np.array([[7, 7, 7]]), 1)
+    del third
+    fourth = engine.sequences()
+    assert [int(fourth.prefill(prompt, drafting=True)[0]), *fourth.cycle(2).emitted[0]] == want

@@ -80,8 +80,8 @@ def refuse_latent_attention(graph: ir.Graph) -> None:
     """
     if any(node.op_type == "LatentAttention" for node in graph):
         raise BundleError(
-            "This model has latent attention, for which the GPU backends have no kernel yet. Run the bundle on "
-            "onnxruntime-cpu."
+            "This model has latent attention, for which the GPU backends have no kernel yet. Run the bundle with "
+            "--backend onnxruntime."
         )
 
 

@@ -47,7 +47,7 @@ def lower_onnxruntime_cuda(model: ir.Model, staged_rows: int, *, grouped: bool) 
     if any(node.op_type == "RoutedExperts" for node in graph):
         raise BundleError(
             "This model has routed experts, for which ONNX Runtime has no kernel on a GPU that takes them as this "
-            "bundle stores them. Run the bundle on onnxruntime-cpu, or with --backend torch."
+            "bundle stores them. Run the bundle with --backend onnxruntime, or with --backend torch."
         )
     lowering = _Cuda(graph, staged_rows, grouped=grouped)
     for node in list(graph):

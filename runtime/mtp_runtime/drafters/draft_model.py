@@ -38,8 +38,10 @@ class DraftModelDrafter:
         self._text += tokens.tolist()
 
     def propose(self, draft_tokens: int) -> list[int]:
-        """At most `draft_tokens` ids, as many as the draft model could answer itself in its own context."""
-        wanted = min(draft_tokens, self._limits.max_model_len - len(self._text))
+        """At most `draft_tokens` ids, as many as the draft model could answer itself within its own limits."""
+        # A block that is dropped again may be as wide as the bundle's widest verify, and gives one draft more.
+        most = self._limits.max_draft_tokens + 2
+        wanted = min(draft_tokens, most, self._limits.max_model_len - len(self._text))
         draft: list[int] = []
         if wanted < 1 or self._broken:
             return draft

@@ -54,7 +54,7 @@ class Device:
             if spec.mtp.depth > 1:
                 raise BundleError(
                     f"The draft head has {spec.mtp.depth} trained depths; the GPU backends run heads of one. Build the "
-                    "bundle with --no-mtp, or run it on onnxruntime-cpu."
+                    "bundle with --no-mtp, or run it with --backend onnxruntime."
                 )
             (mixer,) = (mixer for mixer in spec.head_mixers() if isinstance(mixer, AttentionSpec))
             self.head_pages = caches({0: mixer}, limits, batch, executor.device, executor.cache_dtype)

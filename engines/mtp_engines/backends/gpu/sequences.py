@@ -45,6 +45,8 @@ class DeviceSequences:
         batch = slot.device.batch
         self._lock = threading.Lock()
         self._staged: int | None = None
+        self._kept_whole = False
+        """The last rows are in the states already and not yet committed."""
         self._begun = False
         self.lengths: Ids = np.zeros(batch, np.int64)
         self._head_lengths: Ids = np.zeros(batch, np.int64)
@@ -53,12 +55,14 @@ class DeviceSequences:
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
         """Run the target over rows after the committed ones and stage the result."""
         with self._exclusive():
-            self._staged = None
+            self._refuse_dropped_rows()
+            self._staged, self._begun = None, False
             check_rows(tokens, self.lengths, self._spec, self._limits)
             rows = tokens.shape[1]
             if not 0 <= logit_rows <= rows:
                 raise ContractError(f"verify got logit_rows = {logit_rows}, expected 0..{rows}.")
-            hidden, tap = self._run_target(tokens, keep=rows > self._device.widths.widest)
+            self._kept_whole = rows > self._device.widths.widest
+            hidden, tap = self._run_target(tokens, keep=self._kept_whole)
             ids = self._choose(hidden[:, rows - logit_rows : rows], rows - logit_rows)
             self._staged = rows
             return Verified(ids, array_of(tap[:, :rows]))
@@ -74,16 +78,16 @@ class DeviceSequences:
             batch = len(self.lengths)
             if kept.dtype.kind not in "iu" or kept.shape != (batch,) or kept.min() < 0 or kept.max() > staged:
                 raise ContractError(f"commit got rows {kept.tolist()}, expected {batch} counts of 0..{staged}.")
-            if staged > self._device.widths.widest and (kept != staged).any():
+            if self._kept_whole and (kept != staged).any():
                 raise ContractError(
                     f"Only {kept.tolist()} of {staged} rows were to be kept, but a run of more than "
                     f"{self._device.widths.widest} rows is kept whole on this backend."
                 )
-            self._staged = None
             delta = self._device.delta
-            if staged <= self._device.widths.widest:
+            if not self._kept_whole:
                 delta.newest ^= 1
                 delta.accepted.copy_(torch.from_numpy(kept.astype(np.int32)))
+            self._staged, self._kept_whole = None, False
             self._advance(kept.astype(np.int64))
 
     @torch.inference_mode()
@@ -114,12 +118,15 @@ class DeviceSequences:
     def prefill(self, tokens: Ids, *, drafting: bool) -> Ids:
         """Consume prompts of one length and keep them."""
         with self._exclusive():
-            self._staged = None
+            self._refuse_dropped_rows()
+            self._staged, self._begun = None, False
             check_rows(tokens, self.lengths, self._spec, self._limits)
             count = tokens.shape[1]
             for start in range(0, count, self._limits.prefill_chunk):
                 end = min(start + self._limits.prefill_chunk, count)
+                self._kept_whole = True
                 hidden, tap = self._run_target(tokens[:, start:end], keep=True)
+                self._kept_whole = False
                 self._advance(np.full(len(tokens), end - start, np.int64))
                 if drafting:
                     self._consume(tokens[:, start + 1 : end + 1], tap)
@@ -174,10 +181,17 @@ class DeviceSequences:
     def reset(self) -> None:
         """Forget everything."""
         with self._exclusive():
-            self._staged, self._begun = None, False
+            self._staged, self._begun, self._kept_whole = None, False, False
             self.lengths[:] = 0
             self._head_lengths[:] = 0
             self._device.reset()
+
+    def _refuse_dropped_rows(self) -> None:
+        if self._kept_whole:
+            raise ContractError(
+                f"A run of more than {self._device.widths.widest} rows is kept whole on this backend and was not "
+                "committed; commit all of it, or reset."
+            )
 
     def _settle(self) -> None:
         """Make the accepted rows permanent by a run of a row that nothing keeps, as the next verify would."""

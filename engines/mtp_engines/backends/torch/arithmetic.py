@@ -53,7 +53,7 @@ for _name, _function in _ELEMENTWISE.items():
     _elementwise(_name, _function)
 
 
-@operator("Cast")
+@operator("Cast", attributes="to")
 def cast(call: Call) -> Values:
     """To the type of the attribute."""
     return [call[0].to(dtype_of(ir.DataType(call.attributes["to"])))]
@@ -71,7 +71,7 @@ def matmul(call: Call) -> Values:
     return [torch.matmul(call[0], call[1])]
 
 
-@operator("RMSNormalization")
+@operator("RMSNormalization", attributes="axis epsilon")
 def rms_normalization(call: Call) -> Values:
     """scale * x / sqrt(mean(x^2) + epsilon) over the last axis, in float32."""
     assert call.attributes.get("axis", -1) == -1
@@ -80,26 +80,26 @@ def rms_normalization(call: Call) -> Values:
     return [(normed * scale.float()).to(x.dtype)]
 
 
-@operator("Softmax")
+@operator("Softmax", attributes="axis")
 def softmax(call: Call) -> Values:
     """Over one axis."""
     return [torch.softmax(call[0], call.attributes.get("axis", -1))]
 
 
-@operator("ReduceSum")
+@operator("ReduceSum", attributes="keepdims")
 def reduce_sum(call: Call) -> Values:
     """Sum over the axes of the second input."""
     return [call[0].sum(call.ints(1), keepdim=bool(call.attributes.get("keepdims", 1)))]
 
 
-@operator("ReduceMax")
+@operator("ReduceMax", attributes="keepdims")
 def reduce_max(call: Call) -> Values:
     """Greatest value over the axes of the second input; not a number if one of them is none."""
     axes = call.ints(1) if call.optional(1) is not None else list(range(call[0].ndim))
     return [call[0].amax(axes, keepdim=bool(call.attributes.get("keepdims", 1)))]
 
 
-@operator("ReduceMin")
+@operator("ReduceMin", attributes="keepdims")
 def reduce_min(call: Call) -> Values:
     """Least value over the axes of the second input."""
     axes = call.ints(1) if call.optional(1) is not None else list(range(call[0].ndim))
@@ -112,7 +112,7 @@ def cumulative_sum(call: Call) -> Values:
     return [torch.cumsum(call[0], call.ints(1)[0]).to(call[0].dtype)]
 
 
-@operator("ArgMax")
+@operator("ArgMax", attributes="axis keepdims")
 def arg_max(call: Call) -> Values:
     """The first of equal values, which torch.argmax does not promise."""
     axis, keep = call.attributes.get("axis", 0), bool(call.attributes.get("keepdims", 1))
@@ -129,7 +129,7 @@ def first_maximum(x: Tensor, axis: int, *, keepdim: bool = False) -> Tensor:
     return best.amin(axis, keepdim=keepdim).clamp_max(size - 1)
 
 
-@operator("TopK")
+@operator("TopK", attributes="axis")
 def top_k(call: Call) -> Values:
     """Greatest values first, of equal ones the first, which torch.topk does not promise."""
     count, axis = call.ints(1)[0], call.attributes.get("axis", -1)
@@ -137,7 +137,7 @@ def top_k(call: Call) -> Values:
     return [values.narrow(axis, 0, count), places.narrow(axis, 0, count)]
 
 
-@operator("Attention")
+@operator("Attention", attributes="scale", inputs=4)
 def attention(call: Call) -> Values:
     """softmax(scale * q k^T, masked) v with grouped heads; [batch, heads, rows, head_dim], in float32."""
     query, key, value = (call[index].float() for index in range(3))
@@ -151,7 +151,7 @@ def attention(call: Call) -> Values:
     return [torch.matmul(torch.softmax(scores, -1), value).to(call[0].dtype)]
 
 
-@operator("RotaryEmbedding")
+@operator("RotaryEmbedding", attributes="num_heads rotary_embedding_dim interleaved")
 def rotary_embedding(call: Call) -> Values:
     """Rotate the first dimensions of each head of [batch, rows, heads * head_dim] by tables of positions."""
     x, cosine, sine, positions = call[0], call[1], call[2], call[3]

@@ -49,13 +49,25 @@ class Call:
 
 Operator = Callable[[Call], Values]
 OPERATORS: dict[str, Operator] = {}
+ATTRIBUTES: dict[str, frozenset[str]] = {}
+"""The attributes that each operator takes into account; a node with another one is refused."""
+MOST_INPUTS: dict[str, int] = {}
+"""How many inputs each operator takes into account, where it has optional ones that it does not."""
 
 
-def operator(*names: str) -> Callable[[Operator], Operator]:
-    """Enter a function for the standard operators of these names."""
+def operator(*names: str, attributes: str = "", inputs: int | None = None) -> Callable[[Operator], Operator]:
+    """Enter a function for the standard operators of these names.
+
+    Args:
+        attributes: names of those that it takes into account, with spaces.
+        inputs: of how many, where the operator has optional ones behind them.
+    """
 
     def enter(function: Operator) -> Operator:
         OPERATORS.update(dict.fromkeys(names, function))
+        ATTRIBUTES.update(dict.fromkeys(names, frozenset(attributes.split())))
+        if inputs is not None:
+            MOST_INPUTS.update(dict.fromkeys(names, inputs))
         return function
 
     return enter

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from mtp_engines.backends.torch import arithmetic, layout  # noqa: F401 - they fill the table of operators
-from mtp_engines.backends.torch.call import OPERATORS, Call, Tensor, Values
+from mtp_engines.backends.torch.call import ATTRIBUTES, MOST_INPUTS, OPERATORS, Call, Tensor, Values
 from mtp_engines.backends.torch.tensors import tensor_of
 from mtp_engines.errors import BundleError
 from mtp_plugins.graph import DOMAIN
@@ -122,10 +122,6 @@ class Interpreter:
 
     def _call(self, node: ir.Node, call: Call) -> Values:
         if node.domain != DOMAIN:
-            if node.op_type not in OPERATORS:
-                raise BundleError(
-                    f"The torch backend has no operator {node.op_type}. Run the bundle on onnxruntime-cpu."
-                )
             return OPERATORS[node.op_type](call)
         if node.op_type in self._kernels:
             return self._kernels[node.op_type](call)
@@ -191,6 +187,8 @@ def _steps(graph: ir.Graph | ir.Function, weights: dict[ir.Value, Tensor]) -> li
 
 
 def _step(node: ir.Node, finished: tuple[ir.Value, ...]) -> _Step:
+    if not node.domain:
+        _refuse_unknown(node)
     attributes, references = {}, {}
     for name, attribute in node.attributes.items():
         if attribute.is_ref():
@@ -198,3 +196,14 @@ def _step(node: ir.Node, finished: tuple[ir.Value, ...]) -> _Step:
         else:
             attributes[name] = list(attribute.value) if isinstance(attribute.value, tuple) else attribute.value
     return _Step(node, tuple(node.inputs), tuple(node.outputs), attributes, references, finished)
+
+
+def _refuse_unknown(node: ir.Node) -> None:
+    """Refuse what would be left out of account, before anything runs."""
+    known = node.op_type in OPERATORS
+    found = sorted(set(node.attributes) - ATTRIBUTES[node.op_type]) if known else []
+    most = MOST_INPUTS.get(node.op_type, len(node.inputs))
+    extra = [str(value.name) for value in node.inputs[most:] if value is not None]
+    if not known or found or extra:
+        what = f"{node.op_type} with {', '.join([*found, *extra])}" if known else node.op_type
+        raise BundleError(f"The torch backend has no operator {what}. Run the bundle with --backend onnxruntime.")

@@ -10,7 +10,7 @@ import torch
 from mtp_engines.backends.torch.call import Call, Values, operator
 
 
-@operator("Shape")
+@operator("Shape", attributes="start end")
 def shape(call: Call) -> Values:
     """int64 sizes of some axes, on the host."""
     sizes = list(call[0].shape)[call.attributes.get("start", 0) : call.attributes.get("end")]
@@ -31,7 +31,7 @@ def reshape(call: Call) -> Values:
     return [call[0].reshape(sizes)]
 
 
-@operator("Transpose")
+@operator("Transpose", attributes="perm")
 def transpose(call: Call) -> Values:
     """Axes in another order."""
     return [call[0].permute(call.attributes["perm"])]
@@ -63,13 +63,13 @@ def expand(call: Call) -> Values:
     return [x.expand([b if a == 1 else a for a, b in zip(own, wanted, strict=True)])]
 
 
-@operator("Concat")
+@operator("Concat", attributes="axis")
 def concat(call: Call) -> Values:
     """Side by side along one axis."""
     return [torch.cat([value for value in call.inputs if value is not None], call.attributes["axis"])]
 
 
-@operator("Split")
+@operator("Split", attributes="axis num_outputs")
 def split(call: Call) -> Values:
     """Into the given sizes, or into equal parts."""
     axis = call.attributes.get("axis", 0)
@@ -78,7 +78,7 @@ def split(call: Call) -> Values:
     return list(torch.chunk(call[0], call.outputs, axis))
 
 
-@operator("Slice")
+@operator("Slice", inputs=4)
 def take_slice(call: Call) -> Values:
     """From starts to ends along axes, steps of 1."""
     x = call[0]
@@ -102,7 +102,7 @@ def pad(call: Call) -> Values:
     return [torch.nn.functional.pad(x, both)]
 
 
-@operator("Gather")
+@operator("Gather", attributes="axis")
 def gather(call: Call) -> Values:
     """Entries along one axis, whatever the shape of the indices."""
     x, indices, axis = call[0], call[1], call.attributes.get("axis", 0)
@@ -112,13 +112,13 @@ def gather(call: Call) -> Values:
     return [taken.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis % x.ndim + 1 :])]
 
 
-@operator("GatherElements")
+@operator("GatherElements", attributes="axis")
 def gather_elements(call: Call) -> Values:
     """One entry for each index, along one axis."""
     return [torch.gather(call[0], call.attributes.get("axis", 0), call[1])]
 
 
-@operator("GatherND")
+@operator("GatherND", attributes="batch_dims")
 def gather_nd(call: Call) -> Values:
     """Rows of each sequence, for one batch axis and one index a row."""
     x, indices = call[0], call[1]
@@ -127,7 +127,7 @@ def gather_nd(call: Call) -> Values:
     return [x[sequences, indices[..., 0]]]
 
 
-@operator("ScatterElements")
+@operator("ScatterElements", attributes="axis")
 def scatter_elements(call: Call) -> Values:
     """A copy with one entry for each index changed, along one axis."""
     return [call[0].scatter(call.attributes.get("axis", 0), call[1], call[2])]
@@ -141,7 +141,7 @@ def scatter_nd(call: Call) -> Values:
     return [result]
 
 
-@operator("TensorScatter")
+@operator("TensorScatter", attributes="axis")
 def tensor_scatter(call: Call) -> Values:
     """A copy of a cache with the new rows of each sequence from its length on."""
     past, rows, lengths = call[0], call[1], call[2]
@@ -153,7 +153,7 @@ def tensor_scatter(call: Call) -> Values:
     return [result.movedim(1, axis)]
 
 
-@operator("Scan")
+@operator("Scan", attributes="body num_scan_inputs scan_input_axes scan_output_axes")
 def scan(call: Call) -> Values:
     """A body over slices of the scanned inputs: the last state, and the outputs of every step."""
     assert call.subgraph is not None
