@@ -63,8 +63,8 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
         chosen = parts.policy.choose(stats.cycles)
         if parts.cycles is not None:
             # Always the whole K, since a captured cycle has one; what is more than may be emitted is dropped.
-            cycle = parts.cycles.sequences.cycle(chosen)
-            draft, block = cycle.draft[0], ending.cut(cycle.emitted[0][: ending.remaining(len(emitted))])
+            cycle, room = parts.cycles.sequences.cycle(chosen), ending.remaining(len(emitted))
+            draft, block = cycle.draft[0][: room - 1], ending.cut(cycle.emitted[0][:room])
         else:
             draft, block = _host_cycle(min(chosen, ending.remaining(len(emitted)) - 1), emitted[-1], parts)
         stats.add_cycle(len(draft), _delivered(draft, block), len(block), drafter.source)
