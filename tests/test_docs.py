@@ -57,6 +57,7 @@ def test_the_console_blocks_of_the_readme_run_in_order(tmp_path: Path) -> None:
         ("mtp-run", "generate"),
         ("mtp-run", "verify"),
         ("mtp-run", "acceptance"),
+        ("mtp-run", "bench"),
     ],
 )
 def test_the_reference_lists_every_option(name: str, command: str) -> None:

@@ -26,6 +26,7 @@ WEIGHTS = f"{GRAPHS}/weights.data"
 ENGINES = "engines"
 """What backends build from the graphs; each directory in it has a list of its own."""
 _SUFFIX = ".partial"
+_NEW_MANIFEST = f".{MANIFEST_FILE}{_SUFFIX}"
 _SMALL = 64 << 20
 _BLOCK = 1 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -107,7 +108,7 @@ def publish(
 
 def rewrite_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
     """Give a bundle another manifest for the same files, in one step."""
-    aside = bundle.directory / f".{MANIFEST_FILE}{_SUFFIX}"
+    aside = bundle.directory / _NEW_MANIFEST
     aside.write_bytes(MANIFEST.dump_json(manifest, indent=1) + b"\n")
     _sync(aside)
     aside.rename(bundle.directory / MANIFEST_FILE)
@@ -152,7 +153,8 @@ def _foreign_files(out: Path) -> list[str]:
     if not (out / MANIFEST_FILE).is_file():
         return []
     try:
-        known = {MANIFEST_FILE, *_read_manifest(out / MANIFEST_FILE).files}
+        # The second name is what a kill leaves of `rewrite_manifest`.
+        known = {MANIFEST_FILE, _NEW_MANIFEST, *_read_manifest(out / MANIFEST_FILE).files}
     except BundleError:
         return []
     found = (path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file())

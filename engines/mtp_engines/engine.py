@@ -126,6 +126,8 @@ class Engine(Protocol):
     limits: Limits
     numerics: str
     """`exact` or `near-tie`, as tested where the bundle was built."""
+    runs_on: str
+    """`cpu`, or the compute capability of a CUDA device as in `sm_90`."""
 
     def sequences(self, batch: int = 1) -> Sequences:
         """Fresh state for `batch` sequences.

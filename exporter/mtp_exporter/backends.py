@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
 
@@ -69,8 +70,11 @@ def check_backend(options: BackendOptions) -> None:
         raise BuildError(
             f"--compute-capability is for engines, and --backend {options.backend} builds none. Leave it out."
         )
-    if options.backend == "torch" and find_spec("torch") is None:
-        raise BuildError("--backend torch needs the package torch. Install it with `pip install 'mtp-export[torch]'`.")
+    if (options.backend == "torch" or options.name == "onnxruntime-cuda") and find_spec("torch") is None:
+        raise BuildError(
+            f"--backend {options.backend} on {options.where} needs the package torch. Install it with "
+            "`pip install 'mtp-export[torch]'`."
+        )
     if options.name == "onnxruntime-cpu" and options.precision not in (None, "fp32"):
         raise BuildError(
             f"--precision {options.precision} has no kernels in ONNX Runtime on a CPU that pay; leave it out, or use "
@@ -103,20 +107,24 @@ def with_backend(
     build = BackendBuild(options.precision or _USUAL.get(options.name, "bf16"), options.products)
     if options.backend.startswith("tensorrt"):
         _build_engines(bundle, options, build, phase, note)
-        note(f"the {options.backend} engines were built and not run: that needs a GPU of the kind they are for")
-        return _recorded(manifest, options, build)
-    if options.where == "cuda" and not _cuda_here():
-        note(f"there is no CUDA device here: what {options.backend} promises on one was not tested")
+    if options.backend == "tensorrt-rtx" or (options.where == "cuda" and not _cuda_here()):
+        note(f"nothing was run: what {options.name} promises needs a GPU and was not tested")
         return _recorded(manifest, options, build)
     phase(f"rows on {options.name}", 1, " test")
     opened = Bundle(bundle.directory, _recorded(manifest, options, build))
-    promise = measure_promise(open_engine(opened, EngineOptions()), ids)
+    engine = open_engine(opened, EngineOptions())
+    promise = measure_promise(engine, ids)
     if promise.first_difference:
         note(
             f"on {options.name} rows depend on their number (first at {promise.first_difference}); greedy output may "
-            "differ from plain decoding at near ties. --products skinny has rows that do not depend on each other"
+            f"differ from plain decoding at near ties{_remedy(options)}"
         )
-    return _recorded(manifest, options, replace(build, numerics=promise))
+    return _recorded(manifest, options, replace(build, numerics=promise, tested_on=engine.runs_on))
+
+
+def _remedy(options: BackendOptions) -> str:
+    """What a user could try; our products are only kernels of their own on a CUDA device."""
+    return ". Try --products skinny" if options.where == "cuda" and options.products == "library" else ""
 
 
 def _recorded(manifest: Manifest, options: BackendOptions, build: BackendBuild) -> Manifest:
@@ -147,6 +155,11 @@ def _capability(options: BackendOptions) -> str:
     if options.compute_capability is not None:
         return options.compute_capability
     found = local_capability()
+    if found is None and options.backend == "tensorrt":
+        raise BuildError(
+            "--backend tensorrt builds for the GPU of the machine that it runs on, and there is none here. Build on a "
+            "machine with one; --backend tensorrt-rtx builds anywhere."
+        )
     if found is None:
         raise BuildError(
             f"--backend {options.backend} builds for one kind of GPU, and there is none here. Name its compute "
@@ -158,6 +171,4 @@ def _capability(options: BackendOptions) -> str:
 def _cuda_here() -> bool:
     if find_spec("torch") is None:
         return False
-    from importlib import import_module
-
     return bool(import_module("torch").cuda.is_available())

@@ -122,6 +122,8 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
     if reusable := _reusable(out, manifest, prepared):
         report.note(f"{out} was built from the same checkpoint with the same options; it is used as it is")
         return _for_backend(Built(out, reusable, True), options, prepared, report)
+    if (out / bundles.ENGINES).is_dir():
+        report.note(f"the engines in {out} were built from other graphs and go when the new bundle takes its place")
     built = _write(out, manifest, prepared, report)
     return _for_backend(built, options, prepared, report)
 
@@ -133,7 +135,12 @@ def _for_backend(built: Built, options: BuildOptions, prepared: Prepared, report
     ids = sample_ids(prepared.checkpoint.directory, spec.vocab_size, min(SAMPLE_ROWS, limits.max_model_len))
     manifest = with_backend(bundle, options.backend, ids, report.phase, report.note)
     if manifest != built.manifest:
-        bundles.rewrite_manifest(bundle, manifest)
+        try:
+            bundles.rewrite_manifest(bundle, manifest)
+        except OSError as error:
+            raise BuildError(
+                f"{built.directory} could not be written: {error.strerror}. Make it writable, or choose another --out."
+            ) from error
     return replace(built, manifest=manifest)
 
 

@@ -68,8 +68,9 @@ class Config:
     def create_timing_cache(self, content: bytes) -> TimingCache:
         return TimingCache(content)
 
-    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> None:
+    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
         self.cache = cache
+        return True
 
     def get_timing_cache(self) -> TimingCache | None:
         return self.cache

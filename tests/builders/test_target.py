@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def test_rtx_builds_for_devices_that_are_not_here(install: Install) -> None:
     install("tensorrt-rtx-cu13", "1.7.1.116")
-    for capability, name in (("8.9", "sm_89"), ("12.0", "sm_120"), ("7.5", "sm_75")):
+    for capability, name in (("8.9", "sm_89"), ("12.0", "sm_120"), ("8.6", "sm_86")):
         found = resolve_target("tensorrt-rtx", capability)
         assert (found.name, found.version, found.flavour.module) == (name, "1.7.1.116", "tensorrt_rtx")
     assert resolve_target("tensorrt_rtx", "8.9") == resolve_target("tensorrt-rtx", "8.9")
@@ -67,7 +67,7 @@ def test_unknown_names_and_devices_are_refused(
 def test_an_absent_package_says_what_to_install(install: Install, flavour: str, capability: str) -> None:
     install(None)
     package = FLAVOURS[flavour].package
-    with refused("not installed", f"`pip install {package}`", error=BuildError):
+    with refused("not installed", f"`pip install 'mtp-export[{flavour}]'`", error=BuildError):
         resolve_target(flavour, capability)
     install(package, "11.4.0", gpu=(9, 0))
     assert resolve_target(flavour, capability), "control: installed, it is taken"
@@ -75,7 +75,7 @@ def test_an_absent_package_says_what_to_install(install: Install, flavour: str, 
 
 def test_an_old_package_is_refused(install: Install) -> None:
     install("tensorrt-rtx-cu13", "1.6.9")
-    with refused("1.6.9", "1.7 or newer", "pip install --upgrade tensorrt-rtx-cu13", error=BuildError):
+    with refused("1.6.9", "1.7 or newer", "pip install --upgrade 'mtp-export[tensorrt-rtx]'", error=BuildError):
         resolve_target("tensorrt-rtx", "8.9")
     install("tensorrt-rtx-cu13", "1.10.0")
     assert resolve_target("tensorrt-rtx", "8.9").version == "1.10.0", "control: 10 is newer than 7"

@@ -76,6 +76,8 @@ def test_a_capability_has_to_be_named_where_there_is_no_gpu(
 ) -> None:
     monkeypatch.setattr(backends, "local_capability", lambda: None)
     parts = ("one kind of GPU, and there is none here", "--compute-capability 8.9")
+    build_refused(checkpoint, tmp_path / "b", *parts, backend=BackendOptions(backend="tensorrt-rtx"))
+    parts = ("for the GPU of the machine that it runs on", "--backend tensorrt-rtx builds anywhere")
     build_refused(checkpoint, tmp_path / "b", *parts, backend=BackendOptions(backend="tensorrt"))
 
 
@@ -93,7 +95,7 @@ def test_torch_that_is_not_installed_is_refused_before_any_work(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "torch" else find(name))
-    parts = ("--backend torch needs the package torch", "mtp-export[torch]")
+    parts = ("needs the package torch", "mtp-export[torch]")
     build_refused(checkpoint, tmp_path / "b", *parts, backend=BackendOptions(**TORCH_CPU))
     with refused(*parts, error=BuildError):
         check_backend(BackendOptions(backend="torch"))
@@ -124,7 +126,7 @@ def test_a_promise_that_does_not_hold_is_recorded_and_said(
     monkeypatch.setattr(backends, "measure_promise", lambda engine, ids: measured)
     notes: list[str] = []
     manifest = built(checkpoint, tmp_path / "b", notes, **TORCH_CPU).manifest
-    assert manifest.backends["torch-cpu"] == BackendBuild("fp32", "library", measured)
+    assert manifest.backends["torch-cpu"] == BackendBuild("fp32", "library", measured, "cpu")
     assert any("first at row 7 of 15" in note and "near ties" in note for note in notes)
     assert load(tmp_path / "b", threads=1).engine.numerics == "near-tie"
 
@@ -181,7 +183,7 @@ def test_without_a_gpu_a_build_for_one_says_what_was_not_tested(checkpoint: Path
     manifest = built(checkpoint, tmp_path / "b", notes, backend="torch", products="skinny").manifest
     assert manifest.backends == {"torch-cuda": BackendBuild("bf16", "skinny")}
     assert manifest.backends["torch-cuda"].numerics.rows == 0
-    assert any("no CUDA device here" in note and "not tested" in note for note in notes)
+    assert any("needs a GPU and was not tested" in note for note in notes)
     with refused("no CUDA device here", "--device cpu"):
         load(tmp_path / "b")
     assert type(load(tmp_path / "b", options=EngineOptions(backend="onnxruntime")).engine).__name__ == "CpuEngine"

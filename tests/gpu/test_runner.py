@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mtp_engines.backends import open_engine
 from mtp_engines.backends.gpu import state
+from mtp_engines.backends.gpu.device import Device
 from mtp_engines.backends.gpu.sequences import DeviceSequences
 from mtp_engines.backends.options import EngineOptions
 from mtp_engines.bundle import open_bundle
@@ -283,3 +285,33 @@ def test_sequences_that_are_let_go_leave_their_memory_to_the_next(partial: Opene
     del third
     fourth = engine.sequences()
     assert [int(fourth.prefill(prompt, drafting=True)[0]), *fourth.cycle(2).emitted[0]] == want
+
+
+def test_a_cycle_that_failed_half_way_is_not_repeated_in_silence(
+    partial: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows may be in the states already; a second try would commit them twice."""
+    sequences = partial.torch().sequences()
+    prompt = np.array([PROMPT])
+    want = [int(sequences.prefill(prompt, drafting=True)[0]), *sequences.cycle(2).emitted[0]]
+    choose = Device.choose
+
+    def interrupted(self: Device, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Device, "choose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sequences.cycle(2)
+    monkeypatch.setattr(Device, "choose", choose)
+    for again in (lambda: sequences.cycle(2), lambda: sequences.verify(np.zeros((1, 1), np.int64), 1)):
+        with pytest.raises(ContractError, match="failed half-way; reset them"):
+            again()
+    sequences.reset()
+    assert [int(sequences.prefill(prompt, drafting=True)[0]), *sequences.cycle(2).emitted[0]] == want
+
+
+def test_a_head_does_not_follow_a_second_prompt(partial: Opened) -> None:
+    sequences = partial.torch().sequences()
+    sequences.prefill(np.array([PROMPT]), drafting=True)
+    with pytest.raises(ContractError, match="reset the sequences first"):
+        sequences.prefill(np.array([PROMPT]), drafting=True)

@@ -22,9 +22,9 @@ from mtp_runtime.drafters.first import FirstDrafter
 from mtp_runtime.drafters.ngram import NgramDrafter
 from mtp_tools.verify.digests import state_digests
 from tests.fixtures.checkpoints import edit_tensor, markov_checkpoint, random_checkpoint, read_tensors
+from tests.runtime.changed import changed as changed_bundle
 from tests.runtime.parts import Delegate, emitted_ids, plain, play
 from tests.runtime.proposals import CommitsDrafts, CountsDrafts, Heard, heard, looked_up, said_by
-from tests.runtime.changed import changed as changed_bundle
 from tests.support import build_bundle, load_model, run_command
 
 PROMPT = [5, 6, 20]

@@ -20,6 +20,8 @@ _OPENERS = {
     "torch-cuda": "mtp_engines.backends.torch.opening",
     "tensorrt-cuda": "mtp_engines.backends.tensorrt.opening",
 }
+_EXTRAS = {"onnxruntime": "torch"}
+"""The extra that has what a backend needs, where it is not called like the backend."""
 _USUAL_DEVICE = {"onnxruntime": "cpu", "torch": "cuda", "tensorrt": "cuda"}
 
 
@@ -39,8 +41,9 @@ def open_engine(bundle: Bundle, options: EngineOptions | None = None) -> Engine:
         opener: Opener = import_module(_OPENERS[name]).open_bundle_here
     except ImportError as error:
         raise BundleError(
-            f"The backend {backend} needs the package {error.name}, which is not installed. Install it with "
-            f"`pip install 'mtp-export[{backend}]'`, or run the bundle with --backend onnxruntime."
+            f"The backend {backend} on {device} needs the package {error.name}, which is not installed. Install it "
+            f"with `pip install 'mtp-export[{_EXTRAS.get(backend, backend)}]'`, or run the bundle with --backend "
+            "onnxruntime --device cpu."
         ) from error
     return opener(bundle, options)
 

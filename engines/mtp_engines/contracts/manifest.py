@@ -74,11 +74,17 @@ class BackendBuild:
         products: `library` takes the backend's matrix products, in runs of one width; `skinny` takes our own,
             whose rows do not depend on their number.
         numerics: as tested where the bundle was built; 0 rows: not tested, since that needs the device.
+        tested_on: `cpu`, or the compute capability as in `sm_90`; the promise holds there.
     """
 
     precision: Literal["fp32", "bf16", "fp16"]
     products: Literal["library", "skinny"] = "library"
     numerics: Numerics = Numerics("near-tie", 0)
+    tested_on: str | None = None
+
+    def promise_on(self, device: str) -> Literal["exact", "near-tie"]:
+        """What holds on a device: what was tested on one of its kind, else no more than `near-tie`."""
+        return self.numerics.promise if device == self.tested_on else "near-tie"
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,14 @@ def main(bundle: Path, path: Path | None, shape: str, minutes: float, seed: int 
     """Prove kernels, CUDA graphs and the whole loop on this machine's CUDA device."""
     if dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # Read when the kernels are imported.
-    import torch
-    import triton
+    try:
+        import torch
+        import triton
+    except ImportError as error:
+        raise BundleError(
+            f"This needs the package {error.name}, which is not installed. Install it with "
+            "`pip install 'mtp-export[torch]'`, or from a clone with `pip install -e '.[torch]'`."
+        ) from error
 
     from mtp_tools.device.plan import Plan, run_plan
     from mtp_tools.device.results import Results

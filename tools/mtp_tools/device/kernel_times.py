@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -10,6 +11,8 @@ from mtp_engines.backends.torch.call import Call, Operator, Tensor
 from mtp_tools.device.cases import Case, Cases, Sizes
 from mtp_tools.device.clock import Clock, Times
 from mtp_tools.device.results import Results
+
+_CACHES, _MOST_COPIES = 256 << 20, 24
 
 
 class KernelTimes:
@@ -36,24 +39,28 @@ class KernelTimes:
 
     def _one(self, case: Case, rows: int, floor_bytes: int, bandwidth: float) -> None:
         kernel = self._kernels[case.operator]
-        call = Call(case.inputs, {}, case.outputs, case.inputs[0].device)
-        (times,) = self._clock.times(lambda: kernel(call))
+        times = self._clock.launches([partial(kernel, call) for call in _copies(case)])
         self._results.measured("times", f"{case.operator} M={rows}", _against(times, floor_bytes, bandwidth))
 
     def _product(self, rows: int, bandwidth: float) -> None:
         s = self._sizes
         case = self._cases.product(rows, s.hidden, s.intermediate)
-        x, weight = case.inputs
-        kernel = self._kernels["SkinnyProduct"]
-        call = Call([x, weight], {}, 1, x.device)
-
-        def library() -> Tensor:
-            return torch.matmul(x, weight.T)
-
-        skinny, theirs = self._clock.times(lambda: kernel(call), library)
-        floor = weight.numel() * weight.itemsize
-        self._results.measured("times", f"SkinnyProduct M={rows}", _against(skinny, floor, bandwidth))
+        floor = case.inputs[1].numel() * case.inputs[1].itemsize
+        self._one(case, rows, floor, bandwidth)
+        theirs = self._clock.launches([partial(_library, call) for call in _copies(case)])
         self._results.measured("times", f"library product M={rows}", _against(theirs, floor, bandwidth))
+
+
+def _library(call: Call) -> Tensor:
+    return torch.matmul(call[0], call[1].T)
+
+
+def _copies(case: Case) -> list[Call]:
+    """The call on tensors of its own, so often that all of them together are larger than any cache."""
+    device = case.inputs[0].device
+    size = sum(x.numel() * x.itemsize for x in case.inputs)
+    count = max(2, min(_MOST_COPIES, _CACHES // size)) if device.type == "cuda" else 1
+    return [Call([x.clone() for x in case.inputs], {}, case.outputs, device) for _ in range(count)]
 
 
 def _against(times: Times, floor_bytes: int, bandwidth: float) -> str:

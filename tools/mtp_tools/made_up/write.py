@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,22 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from mtp_tools.made_up.chosen import ChosenWeights
 from mtp_tools.made_up.shapes import FLOAT32, PublishedShape, Shapes, config, tensors
+from mtp_tools.made_up.successors import Successors
 
 _BLOCK = 1 << 22
 
 
-def write_checkpoint(directory: Path, shape: PublishedShape, seed: int = 0) -> int:
+def write_checkpoint(directory: Path, shape: PublishedShape, seed: int = 0, acceptance: float | None = None) -> int:
     """Write config.json and model.safetensors; returns the bytes of all tensors.
 
     Values repeat from one random block at changing offsets: right in scale, cheap to make, and no two
     tensors alike.
+
+    acceptance: the share of its drafts that the head is to be right with; None leaves all weights random.
     """
+    chosen = None if acceptance is None else chosen_weights(shape, acceptance, seed)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config(shape), indent=1), encoding="utf-8")
     shapes = tensors(shape)
@@ -32,9 +38,15 @@ def write_checkpoint(directory: Path, shape: PublishedShape, seed: int = 0) -> i
     with (directory / "model.safetensors").open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         for name, axes in shapes.items():
-            for block in _blocks(name, axes, values, int(generator.integers(_BLOCK))):
+            random = partial(_blocks, name, values, int(generator.integers(_BLOCK)))
+            for block in random(axes) if chosen is None else chosen.blocks(name, axes, random):
                 stream.write(block.tobytes())
     return total
+
+
+def chosen_weights(shape: PublishedShape, acceptance: float, seed: int) -> ChosenWeights:
+    """What a checkpoint with a chosen acceptance has in place of random weights."""
+    return ChosenWeights(shape, Successors(config(shape)["text_config"]["vocab_size"], acceptance, seed), seed)
 
 
 def write_headers(directory: Path, shape: PublishedShape) -> None:
@@ -60,7 +72,7 @@ def _header(shapes: Shapes) -> tuple[bytes, int]:
 
 
 def _blocks(
-    name: str, axes: tuple[int, ...], values: npt.NDArray[np.float32], start: int
+    name: str, values: npt.NDArray[np.float32], start: int, axes: tuple[int, ...]
 ) -> Iterator[npt.NDArray[Any]]:
     """A tensor in pieces: gains near their neutral value, matrices scaled by their width."""
     dtype = np.float32 if name.endswith(FLOAT32) else ml_dtypes.bfloat16

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 
 import torch
+
+DEVICE_LOCK = threading.RLock()
+"""Held by whoever enqueues, allocates or captures: a capture sees what every thread of the process does, PyTorch takes
+one at a time, and engines share scratch memory. Threads take turns call by call, as their work would on one stream."""
 
 
 class Captures:
@@ -31,8 +36,8 @@ class Captures:
             enqueue()
             return
         if key not in self._seen:
-            self._seen.add(key)
             enqueue()
+            self._seen.add(key)  # Only now: a capture after a run that failed would have no warm-up.
             return
         if key not in self._graphs:
             self._graphs[key] = self._capture(enqueue)

@@ -32,6 +32,8 @@ class Cycler:
         self._pending = torch.zeros(batch, dtype=torch.int64, device=where)
         self._emitted = torch.zeros((batch, width), dtype=torch.int64, device=where)
         self._observed = torch.zeros(batch, dtype=torch.int32, device=where)
+        self._active = torch.ones(batch, dtype=torch.bool, device=where)
+        """Sequences that emit in this cycle."""
         self._tap = torch.zeros((batch, width, device.spec.tap_width), device=where)
         self._acceptors: dict[int, Acceptor] = {}
         self._results: dict[int, Tensor] = {}
@@ -58,8 +60,10 @@ class Cycler:
         draft, emitted = self._once(draft_tokens)
         if all(emitted):
             return Cycle(draft, emitted)
-        # Plain decoding never sees that draft. The other sequences take a second step with it.
+        # Plain decoding never sees that draft. The other sequences run along and emit nothing.
+        self._active.copy_(torch.tensor([not tokens for tokens in emitted]))
         _, again = self._once(0)
+        self._active.fill_(True)
         if not all(first or second for first, second in zip(emitted, again, strict=True)):
             raise NumericsError(
                 "The target produced a value that is not a number. Check the checkpoint's weights for NaN or infinity "
@@ -91,7 +95,7 @@ class Cycler:
         run.enqueue(newest)
         chosen, finite = device.choose(run.hidden)
         chosen, finite = chosen[:, : draft_tokens + 1].contiguous(), finite[:, : draft_tokens + 1].all(1)
-        self._keep(draft_tokens, draft, chosen, finite, run.tap)
+        self._keep(draft_tokens, draft, chosen, finite & self._active, run.tap)
 
     def _draft(self, draft_tokens: int) -> list[Tensor]:
         """Let the head consume the rows of the last cycle, then chain."""
@@ -105,19 +109,19 @@ class Cycler:
         pages.lengths += self._observed
         return device.chain(last, pages.lengths, draft_tokens)
 
-    def _keep(self, draft_tokens: int, draft: Tensor, chosen: Tensor, finite: Tensor, tap: Tensor) -> None:
-        """Accept, and leave everything as the next cycle wants it."""
+    def _keep(self, draft_tokens: int, draft: Tensor, chosen: Tensor, emitting: Tensor, tap: Tensor) -> None:
+        """Accept for the sequences that emit, and leave everything as the next cycle wants it."""
         device = self._device
         if draft_tokens not in self._acceptors:
             self._acceptors[draft_tokens] = Acceptor(device.executor.device, device.batch, draft_tokens)
             shape = (device.batch, 2 * draft_tokens + 2)
             self._results[draft_tokens] = torch.zeros(shape, dtype=torch.int64, device=device.executor.device)
         accepted = self._acceptors[draft_tokens].enqueue(draft, chosen)
-        rows = torch.where(finite, accepted.accepted_rows, 0)
+        rows = torch.where(emitting, accepted.accepted_rows, 0)
         device.delta.accepted.copy_(rows)
         device.pages.lengths += rows
         self._observed.copy_(rows)
-        self._pending.copy_(torch.where(finite, accepted.next_token, self._pending))
+        self._pending.copy_(torch.where(emitting, accepted.next_token, self._pending))
         self._emitted[:, : draft_tokens + 1] = accepted.emitted
         self._tap[:, : tap.shape[1]] = tap[:, : self._tap.shape[1]]
         result = self._results[draft_tokens]

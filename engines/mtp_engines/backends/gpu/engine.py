@@ -9,10 +9,12 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from mtp_engines.backends.gpu.capture import DEVICE_LOCK
 from mtp_engines.backends.gpu.device import Setup
 from mtp_engines.backends.gpu.executor import Executor, Graph
 from mtp_engines.backends.gpu.sequences import DeviceSequences, Slot
 from mtp_engines.backends.gpu.widths import Widths
+from mtp_engines.backends.torch.tensors import name_of
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
@@ -76,7 +78,7 @@ class DeviceEngine:
     ) -> None:
         """`graphs` False runs without CUDA graphs."""
         self.spec, self.limits = spec, limits
-        self.numerics = "near-tie"
+        self.numerics, self.runs_on = "near-tie", name_of(executor.device)
         self._setup = Setup(executor, spec, limits, widths, graphs)
         self._idle: dict[int, list[Slot]] = {}
 
@@ -87,12 +89,14 @@ class DeviceEngine:
                 f"{batch} sequences were asked for at once, this bundle was built for 1 to "
                 f"{self.limits.max_batch_size}. Build it again with --max-batch-size {max(batch, 1)}."
             )
-        idle = self._idle.setdefault(batch, [])
-        try:
-            slot = idle.pop()
-        except IndexError:
-            slot = Slot(self._setup, batch)
-        slot.clear()
+        with DEVICE_LOCK:
+            idle = self._idle.setdefault(batch, [])
+            if not idle:
+                # Their memory goes before more is taken.
+                for other in self._idle.values():
+                    other.clear()
+            slot = idle.pop() if idle else Slot(self._setup, batch)
+            slot.clear()
         sequences = DeviceSequences(self._setup, slot)
         # Graphs are captured for a slot's own memory; a request that had to capture its own would wait for them.
         weakref.finalize(sequences, idle.append, slot)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mtp_engines.backends.gpu.capture import DEVICE_LOCK
 from mtp_engines.backends.gpu.cycle import Cycler, Redraft
 from mtp_engines.backends.gpu.device import Device, Setup, rows_at
 from mtp_engines.backends.torch.tensors import array_of
@@ -47,6 +48,8 @@ class DeviceSequences:
         self._staged: int | None = None
         self._kept_whole = False
         """The last rows are in the states already and not yet committed."""
+        self._sound = True
+        """No call failed half-way, with a part of its work done."""
         self._begun = False
         self.lengths: Ids = np.zeros(batch, np.int64)
         self._head_lengths: Ids = np.zeros(batch, np.int64)
@@ -55,7 +58,7 @@ class DeviceSequences:
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
         """Run the target over rows after the committed ones and stage the result."""
         with self._exclusive():
-            self._refuse_dropped_rows()
+            self._refuse_unsound()
             self._staged, self._begun = None, False
             check_rows(tokens, self.lengths, self._spec, self._limits)
             rows = tokens.shape[1]
@@ -118,21 +121,22 @@ class DeviceSequences:
     def prefill(self, tokens: Ids, *, drafting: bool) -> Ids:
         """Consume prompts of one length and keep them."""
         with self._exclusive():
-            self._refuse_dropped_rows()
+            self._refuse_unsound()
+            if drafting and self.lengths.any():
+                raise ContractError("prefill with drafting was called behind other rows; reset the sequences first.")
             self._staged, self._begun = None, False
             check_rows(tokens, self.lengths, self._spec, self._limits)
+            self._sound = False
             count = tokens.shape[1]
             for start in range(0, count, self._limits.prefill_chunk):
                 end = min(start + self._limits.prefill_chunk, count)
-                self._kept_whole = True
                 hidden, tap = self._run_target(tokens[:, start:end], keep=True)
-                self._kept_whole = False
                 self._advance(np.full(len(tokens), end - start, np.int64))
                 if drafting:
                     self._consume(tokens[:, start + 1 : end + 1], tap)
             ids = self._choose(hidden[:, end - start - 1 : end - start], -1)
             self._cycler.begin(ids[:, 0], tap[:, end - start - 1] if drafting else None)
-            self._begun = True
+            self._begun = self._sound = True
             first: Ids = ids[:, 0]
             return first
 
@@ -140,6 +144,7 @@ class DeviceSequences:
     def cycle(self, draft_tokens: int) -> Cycle:
         """Draft so many tokens behind the newest one, verify, commit what is right."""
         with self._exclusive():
+            self._refuse_unsound()
             if not self._begun:
                 raise ContractError("cycle was called before prefill; call prefill first.")
             most = self._limits.max_draft_tokens
@@ -150,8 +155,12 @@ class DeviceSequences:
             self._device.pages.reserve(self.lengths + widest)
             if self._device.head_pages is not None:
                 self._device.head_pages.reserve(self.lengths + 2 * widest)
+            self._sound = False
             result = self._cycler.run(draft_tokens)
             self.lengths += [len(tokens) for tokens in result.emitted]
+            # The head is behind by the rows of this cycle, never further on.
+            self._head_lengths[:] = self.lengths
+            self._sound = True
             return result
 
     @property
@@ -181,12 +190,14 @@ class DeviceSequences:
     def reset(self) -> None:
         """Forget everything."""
         with self._exclusive():
-            self._staged, self._begun, self._kept_whole = None, False, False
+            self._staged, self._begun, self._kept_whole, self._sound = None, False, False, True
             self.lengths[:] = 0
             self._head_lengths[:] = 0
             self._device.reset()
 
-    def _refuse_dropped_rows(self) -> None:
+    def _refuse_unsound(self) -> None:
+        if not self._sound:
+            raise ContractError("An earlier call on these sequences failed half-way; reset them.")
         if self._kept_whole:
             raise ContractError(
                 f"A run of more than {self._device.widths.widest} rows is kept whole on this backend and was not "
@@ -259,6 +270,7 @@ class DeviceSequences:
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError("These sequences are in use by another thread; open sequences for each thread.")
         try:
-            yield
+            with DEVICE_LOCK:
+                yield
         finally:
             self._lock.release()

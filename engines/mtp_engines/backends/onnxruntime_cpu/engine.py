@@ -24,6 +24,8 @@ class CpuEngine:
     draft, so every matrix is packed once.
     """
 
+    runs_on = "cpu"
+
     def __init__(
         self,
         spec: ModelSpec,

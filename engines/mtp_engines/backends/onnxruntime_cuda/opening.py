@@ -22,11 +22,12 @@ def open_bundle_here(bundle: Bundle, options: EngineOptions) -> OrtCudaEngine:
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise BundleError(
             f"ONNX Runtime {ort.__version__} has no CUDA provider here. Install onnxruntime-gpu[cuda,cudnn] in the "
-            "place of onnxruntime, or use --device cpu."
+            "place of onnxruntime, or run the bundle with --backend onnxruntime --device cpu."
         )
     if not torch.cuda.is_available():
         raise BundleError(
-            "The onnxruntime backend was to run on cuda, and PyTorch found no CUDA device here. Use --device cpu."
+            "The onnxruntime backend was to run on cuda, and PyTorch found no CUDA device here. Use --backend "
+            "onnxruntime --device cpu."
         )
     manifest = bundle.manifest
     build = manifest.backends.get("onnxruntime-cuda", BackendBuild("fp16"))
@@ -44,5 +45,5 @@ def open_bundle_here(bundle: Bundle, options: EngineOptions) -> OrtCudaEngine:
         device=torch.device("cuda", torch.cuda.current_device()),
         precision=build.precision,
     )
-    engine.numerics = build.numerics.promise
+    engine.numerics = build.promise_on(engine.runs_on)
     return engine

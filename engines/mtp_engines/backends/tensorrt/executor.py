@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import tensorrt as trt
 import torch
 
 from mtp_engines.backends.gpu.executor import Enqueue, Graph, Tensors
+from mtp_engines.backends.tensorrt.profiles import profile_of
 from mtp_engines.contracts import names
 from mtp_engines.contracts.engines import EngineFile
 from mtp_engines.errors import BundleError
@@ -29,9 +29,14 @@ class TensorRtExecutor:
     capturable = True
 
     def __init__(
-        self, engines: tuple[EngineFile, ...], directory: Path, device: torch.device, cache_dtype: torch.dtype
+        self,
+        engines: tuple[EngineFile, ...],
+        directory: Path,
+        device: torch.device,
+        cache_dtype: torch.dtype,
+        max_batch: int,
     ) -> None:
-        self.device, self.cache_dtype = device, cache_dtype
+        self.device, self.cache_dtype, self._max_batch = device, cache_dtype, max_batch
         runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
         self._files = {file.graph: file for file in engines}
         self._engines = {name: _load(runtime, directory / file.file) for name, file in self._files.items()}
@@ -41,21 +46,32 @@ class TensorRtExecutor:
         self._scratch = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
 
     def bind(self, graph: Graph, feeds: Tensors, into: Tensors) -> Enqueue:
-        """Bind a graph to tensors that stay where they are."""
+        """Bind a graph to tensors that stay where they are.
+
+        Raises:
+            BundleError: the engine has no profile for these shapes, or no output of a name that is wanted.
+        """
         file, engine = self._files[_FILES[graph]], self._engines[_FILES[graph]]
+        unknown = sorted(set(into) - {spec.name for spec in file.outputs})
+        if unknown:
+            raise BundleError(
+                f"The engine {file.file} has no output {', '.join(unknown)}. Ask for it with --backend onnxruntime."
+            )
         context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
             raise BundleError(f"TensorRT made no context for the engine {file.file}; its own log above says why.")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
         stream = torch.cuda.current_stream(self.device)
-        context.set_optimization_profile_async(_profile(file, feeds), stream.cuda_stream)
+        profile = profile_of(file, {name: tuple(x.shape) for name, x in feeds.items()}, self._max_batch)
+        taken = [context.set_optimization_profile_async(profile, stream.cuda_stream)]
         stream.synchronize()
         for spec in file.inputs:
-            context.set_input_shape(spec.name, tuple(feeds[spec.name].shape))
-            context.set_tensor_address(spec.name, feeds[spec.name].data_ptr())
+            taken.append(context.set_input_shape(spec.name, tuple(feeds[spec.name].shape)))
+            taken.append(context.set_tensor_address(spec.name, self._address(feeds[spec.name])))
         outputs = self._outputs(context, file, into)
-        for name, tensor in outputs.items():
-            context.set_tensor_address(name, tensor.data_ptr())
+        taken += [context.set_tensor_address(name, self._address(tensor)) for name, tensor in outputs.items()]
+        if not all(taken):
+            raise BundleError(f"TensorRT did not take the tensors of {file.file}; its own log above says which.")
 
         def enqueue() -> None:
             # `outputs` is named here so that what nobody asked for lives as long as the binding.
@@ -63,6 +79,10 @@ class TensorRtExecutor:
                 raise BundleError(f"TensorRT could not enqueue {file.file} with outputs {', '.join(outputs)}.")
 
         return enqueue
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        """Where a tensor lies; an empty one has no place of its own, and TensorRT wants one."""
+        return tensor.data_ptr() or self._scratch.data_ptr()
 
     def _outputs(self, context: trt.IExecutionContext, file: EngineFile, into: Tensors) -> dict[str, torch.Tensor]:
         """A tensor for every output: the caller's, or one of our own where he wants none."""
@@ -84,20 +104,6 @@ def _load(runtime: trt.Runtime, path: Path) -> trt.ICudaEngine:
             "`mtp-export build --backend tensorrt`."
         )
     return engine
-
-
-def _profile(file: EngineFile, feeds: Mapping[str, torch.Tensor]) -> int:
-    """The profile of the number of rows that the tensors have."""
-    batch, rows = feeds[names.INPUT_IDS].shape if names.INPUT_IDS in feeds else (1, feeds[names.HIDDEN].shape[0])
-    if names.INPUT_IDS in feeds:
-        if rows not in file.rows:
-            raise BundleError(
-                f"The engine {file.file} has no profile for {rows} rows; it has {', '.join(map(str, file.rows))}. "
-                "Build the engines again."
-            )
-        return file.rows.index(rows)
-    # A vocabulary head takes up to its rows for each sequence: the first that is wide enough.
-    return next(place for place, width in enumerate(file.rows) if width * batch >= rows)
 
 
 def _check_in_place(engine: trt.ICudaEngine, file: EngineFile) -> None:

@@ -42,10 +42,11 @@ def open_bundle_here(bundle: Bundle, options: EngineOptions) -> DeviceEngine:
     directory, engines = found
     # An engine with plugins can only be opened where they are registered.
     register_all(10 * major + minor)
-    executor = TensorRtExecutor(engines, directory, device, dtype_of(WEIGHT_TYPES[build.precision]))
+    dtype, batch = dtype_of(WEIGHT_TYPES[build.precision]), manifest.limits.max_batch_size
+    executor = TensorRtExecutor(engines, directory, device, dtype, batch)
     skinny = build.products == "skinny"
     engine = DeviceEngine(
         executor, manifest.model, manifest.limits, widths_of(manifest.limits, skinny=skinny), graphs=options.graphs
     )
-    engine.numerics = build.numerics.promise
+    engine.numerics = build.promise_on(engine.runs_on)
     return engine

@@ -19,6 +19,8 @@ from mtp_plugins.paged_attention import launch as attention_launch
 from mtp_plugins.paged_kv_append import launch as append_launch
 from mtp_plugins.skinny_product import launch as product_launch
 
+_ATTENTION_ROWS = 16
+
 
 def kernels_for(device: torch.device) -> Mapping[str, Operator]:
     """The kernel of every custom operator that has one for this device."""
@@ -95,9 +97,21 @@ def _paged_kv_append(call: Call) -> Values:
 
 
 def _paged_attention(call: Call) -> Values:
+    inputs = _inputs(call)
+    rows = inputs[0].shape[1]
+    if rows > _ATTENTION_ROWS:
+        # A chunk of a prompt in parts, since partial results take memory for every row and all of the table.
+        parts = [
+            _attend([inputs[0][:, start : start + _ATTENTION_ROWS].contiguous(), *inputs[1:4], inputs[4] + start], call)
+            for start in range(0, rows, _ATTENTION_ROWS)
+        ]
+        return [torch.cat(parts, 1)]
+    return [_attend(inputs, call, _out(call, 0, inputs[0]))]
+
+
+def _attend(inputs: list[Tensor], call: Call, output: Tensor | None = None) -> Tensor:
     from mtp_plugins.paged_attention.kernel import paged_attention_combine, paged_attention_partial
 
-    inputs = _inputs(call)
     query, key_pages, table, lengths = (inputs[place] for place in (0, 1, 3, 4))
     batch, rows, width = query.shape
     _, page_size, kv_heads, head_dim = key_pages.shape
@@ -113,11 +127,11 @@ def _paged_attention(call: Call) -> Values:
     )
     shapes = sizes.scratch().values()
     parts = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in shapes]
-    output = _out(call, 0, query)
+    output = torch.empty_like(query) if output is None else output
     partial = attention_launch.launch_partial(sizes, scale=call.attributes.get("scale"), widen=_interpreted())
     partial.run(paged_attention_partial, inputs, parts)
     attention_launch.launch_combine(sizes).run(paged_attention_combine, [*parts, lengths], [output])
-    return [output]
+    return output
 
 
 def _skinny_product(call: Call) -> Values:

@@ -40,5 +40,5 @@ def open_bundle_here(bundle: Bundle, options: EngineOptions) -> TorchEngine:
         skinny=build.products == "skinny",
         graphs=options.graphs,
     )
-    engine.numerics = build.numerics.promise
+    engine.numerics = build.promise_on(engine.runs_on)
     return engine

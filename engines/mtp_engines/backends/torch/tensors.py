@@ -36,3 +36,11 @@ def array_of(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     """A copy as a float32 array, on the host."""
     array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy().copy()
     return array
+
+
+def name_of(device: torch.device) -> str:
+    """`cpu`, or the compute capability of a CUDA device as in `sm_90`."""
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

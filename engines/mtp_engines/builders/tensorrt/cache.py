@@ -13,11 +13,13 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
+from mtp_engines.backends.gpu.pages import PAGE_SIZE
 from mtp_engines.builders.tensorrt.target import Target
 from mtp_engines.bundle import GRAPHS, Bundle, entry_of
 from mtp_engines.contracts.engines import EngineFile
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering.precision import Precision
+from mtp_plugins.tensorrt_plugins.registry import digest_of_plugins
 
 ENTRY_FILE = "engines.json"
 ENGINES = "engines"
@@ -56,6 +58,8 @@ def key_of(bundle: Bundle, target: Target, precision: Precision, rows: Sequence[
         "precision": precision,
         "rows": list(rows),
         "skinny": skinny,
+        "plugins": digest_of_plugins() if target.flavour.plugins else None,
+        "page_size": PAGE_SIZE,
         "backend": target.flavour.name,
         "version": target.version,
         "target": target.name,
@@ -83,7 +87,9 @@ def refuse_foreign(directory: Path) -> None:
     """
     if not directory.exists():
         return
-    if not directory.is_dir() or (any(directory.iterdir()) and not (directory / ENTRY_FILE).is_file()):
+    # Plans whose list was lost are ours, and built again.
+    ours = directory.is_dir() and all(path.suffix == ".plan" or path.name == ENTRY_FILE for path in directory.iterdir())
+    if not ours:
         raise BuildError(f"{directory} exists and holds no engines; give another directory for them.")
 
 
@@ -98,10 +104,16 @@ def publish_entry(staged: Path, directory: Path, key: str, engines: tuple[Engine
     refuse_foreign(directory)
     # Named as `staging` names its own, which removes what a killed process left.
     name = f".{directory.name}.{os.getpid()}."
-    with tempfile.TemporaryDirectory(prefix=name, suffix=".partial", dir=directory.parent) as aside:
-        if directory.exists():
-            directory.rename(Path(aside) / "old")
-        staged.rename(directory)
+    try:
+        with tempfile.TemporaryDirectory(prefix=name, suffix=".partial", dir=directory.parent) as aside:
+            if directory.exists():
+                directory.rename(Path(aside) / "old")
+            staged.rename(directory)
+    except OSError as error:
+        raise BuildError(
+            f"The engines could not be moved to {directory}: {error.strerror}. If another build writes there, wait for "
+            "it and build again."
+        ) from error
 
 
 def _read(directory: Path) -> _Entry | None:

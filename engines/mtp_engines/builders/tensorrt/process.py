@@ -30,6 +30,13 @@ def run_job(job: Job, title: str, graph: str) -> Report:
     path.write_bytes(JOB.dump_json(job))
     command = [sys.executable, "-m", _WORKER, str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if not path.is_file():
+        raise BuildError("Another build replaced the bundle while its engines were built. Wait for it and build again.")
+    if ended.returncode == -signal.SIGKILL:
+        raise BuildError(
+            f"The process that built the graph {graph} with {title} was killed, most likely for its memory. Free some, "
+            "or build with fewer --draft-tokens."
+        )
     if ended.returncode != 0 or not result.is_file():
         raise BuildError(
             f"The process that built the graph {graph} with {title} {_how(ended.returncode)}: "

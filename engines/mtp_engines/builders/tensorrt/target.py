@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from mtp_engines.errors import BuildError
+from mtp_plugins.triton_kernels.ptx import CAPABILITIES
 
 Capability = tuple[int, int]
 _MAJOR, _MINOR = 75, 76
@@ -41,7 +42,8 @@ FLAVOURS = {
             module="tensorrt_rtx",
             package="tensorrt-rtx-cu13",
             least_version=(1, 7),
-            capabilities=((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)),
+            # Version 1.7 knows 7.5 too and builds our graphs for it in no half precision.
+            capabilities=((8, 0), (8, 6), (8, 9), (12, 0), (12, 1)),
             elsewhere=True,
             plugins=False,
         ),
@@ -51,7 +53,8 @@ FLAVOURS = {
             module="tensorrt",
             package="tensorrt-cu13",
             least_version=(10, 16),
-            capabilities=((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
+            # Those that the plugins' kernels are compiled for.
+            capabilities=tuple(divmod(capability, 10) for capability in CAPABILITIES),
             elsewhere=False,
             plugins=True,
         ),
@@ -132,7 +135,7 @@ def installed_version(flavour: Flavour) -> str:
     if importlib.util.find_spec(flavour.module) is None:
         raise BuildError(
             f"{flavour.title} is not installed: there is no Python module {flavour.module}. Install it with "
-            f"`pip install {flavour.package}`."
+            f"`pip install 'mtp-export[{flavour.name}]'`."
         )
     version = _version_of(flavour)
     least = ".".join(map(str, flavour.least_version))
@@ -140,7 +143,7 @@ def installed_version(flavour: Flavour) -> str:
     if numbers < flavour.least_version:
         raise BuildError(
             f"{flavour.title} {version} is installed, {least} or newer is needed. Install it with "
-            f"`pip install --upgrade {flavour.package}`."
+            f"`pip install --upgrade 'mtp-export[{flavour.name}]'`."
         )
     return version
 

@@ -5,8 +5,10 @@ A process of its own, since both libraries end the process at a node that they c
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -16,6 +18,7 @@ from typing import Any
 from mtp_engines.builders.tensorrt.job import JOB, REPORT, Job, Report
 from mtp_engines.contracts.engines import TensorSpec
 
+_SET_PARENT_DEATH_SIGNAL = 1
 _DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -32,6 +35,8 @@ class _RefusedError(Exception):
 
 def main(path: Path) -> None:
     """Do the job in a file and write the report where it says."""
+    # Nobody would use the engine of a build that was killed.
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     job: Job = JOB.validate_json(path.read_bytes())
     trt: Any = importlib.import_module(job.module)
     try:
@@ -109,7 +114,10 @@ def _configure(trt: Any, builder: Any, network: Any, job: Job) -> Any:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if job.timing_cache is not None:
         known = Path(job.timing_cache)
-        config.set_timing_cache(config.create_timing_cache(known.read_bytes() if known.is_file() else b""), False)
+        content = known.read_bytes() if known.is_file() else b""
+        if not config.set_timing_cache(config.create_timing_cache(content), False):
+            # Damaged, or of another device: it is measured again.
+            config.set_timing_cache(config.create_timing_cache(b""), False)
     names = [network.get_input(i).name for i in range(network.num_inputs)]
     for shapes in job.profiles:
         profile = builder.create_optimization_profile()
@@ -132,7 +140,7 @@ def _first(errors: Iterable[str], otherwise: str) -> str:
 
 def _write_whole(path: Path, content: Any) -> None:
     """Under another name first, so that a file with this one is complete."""
-    aside = path.with_name(f"{path.name}.partial")
+    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with aside.open("wb") as stream:
         stream.write(content)
         stream.flush()

@@ -1,0 +1,77 @@
+"""The speed over K as a picture, one line for each acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from mtp_engines.errors import RequestError
+from mtp_tools.bench.cases import PLAIN
+from mtp_tools.bench.summary import Row
+
+Line = tuple[list[int], list[float], list[float], list[float]]
+"""Values of K, medians, and how far least and greatest are away from them."""
+
+
+def require_matplotlib() -> None:
+    """Refuse before anything is measured.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise RequestError(
+            "--plot draws with matplotlib, which is not installed. Install it with `pip install 'mtp-export[bench]'`, "
+            "or leave --plot out."
+        )
+
+
+def lines_of(rows: Sequence[Row]) -> dict[str, Line]:
+    """Label -> what is drawn; every line begins at plain decoding."""
+    plain = next(row for row in rows if row.case == PLAIN)
+    lines: dict[str, Line] = {}
+    for row in rows:
+        if row.case == PLAIN:
+            continue
+        rate = row.case.acceptance
+        label = "drafts of the head" if rate is None else f"forced acceptance {rate:g}"
+        line = lines.setdefault(label, ([], [], [], []))
+        for point in (row,) if line[0] else (plain, row):
+            speed = point.figures["decode_tokens_per_s"]
+            line[0].append(point.case.draft_tokens)
+            line[1].append(speed.median)
+            line[2].append(speed.median - speed.least)
+            line[3].append(speed.greatest - speed.median)
+    return lines or {"plain decoding": _plain_line(plain)}
+
+
+def draw(rows: Sequence[Row], title: str, file: Path) -> None:
+    """Write a PNG.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for label, (widths, medians, below, above) in lines_of(rows).items():
+        axes.errorbar(widths, medians, yerr=[below, above], marker="o", capsize=3, label=label)
+    axes.set_xticks(sorted({row.case.draft_tokens for row in rows}))
+    axes.set_xlabel("K, draft tokens a cycle")
+    axes.set_ylabel("tokens/s of decoding: median, least, greatest")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend()
+    try:
+        figure.savefig(file, format="png", dpi=150)
+    except OSError as error:
+        raise RequestError(f"{file} cannot be written: {error.strerror}. Choose another --plot.") from error
+
+
+def _plain_line(plain: Row) -> Line:
+    speed = plain.figures["decode_tokens_per_s"]
+    return [0], [speed.median], [speed.median - speed.least], [speed.greatest - speed.median]
