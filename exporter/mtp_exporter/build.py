@@ -8,14 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import onnx_ir as ir
 
 from mtp_engines import bundle as bundles
-from mtp_engines.contracts.manifest import SCHEMA_VERSION, Limits, Manifest, Numerics, Parity
+from mtp_engines.contracts.manifest import (
+    SCHEMA_VERSION,
+    Limits,
+    Manifest,
+    Numerics,
+    Parity,
+    WeightFormat,
+    WeightFormats,
+)
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError, BundleError
 from mtp_exporter.backends import BackendOptions, check_backend, with_backend
+from mtp_exporter.blocks import FORMATS
 from mtp_exporter.check import Check, check_graphs
 from mtp_exporter.checkpoint import COPIED
 from mtp_exporter.end_tokens import end_tokens
@@ -25,7 +35,6 @@ from mtp_exporter.resolve import resolve
 from mtp_exporter.sample import SAMPLE_ROWS, sample_ids
 from mtp_exporter.weights import WeightWriter
 
-WEIGHT_FORMATS = ("fp32",)
 DRAFT_TOKENS = 7
 MAX_DRAFT_TOKENS = 15
 MAX_BATCH_SIZE = 256
@@ -40,7 +49,9 @@ class BuildOptions:
     Attributes:
         model: directory, hub id or short name.
         out: bundle directory; None means bundles/<name of the model>.
-        weights: weight format of every matrix.
+        weights: format of the matrices, one of `FORMATS`.
+        mtp_weights: of the draft head's; None takes that of the others.
+        head_weights: of embedding and vocabulary head; None takes that of the others.
         max_model_len: tokens of prompt and answer together; None takes the model's own limit, at most 8192.
         max_batch_size: sequences that one engine can run together.
         draft_tokens: the largest K that the bundle will accept; None means 7, or the head's trained depths where
@@ -55,6 +66,8 @@ class BuildOptions:
     model: str
     out: Path | None = None
     weights: str = "fp32"
+    mtp_weights: str | None = None
+    head_weights: str | None = None
     max_model_len: int | None = None
     max_batch_size: int = 1
     draft_tokens: int | None = None
@@ -63,6 +76,12 @@ class BuildOptions:
     draft_model: str | None = None
     hidden_tap: HiddenTap | None = None
     backend: BackendOptions = field(default_factory=BackendOptions)
+
+    @property
+    def formats(self) -> WeightFormats:
+        """The formats, chosen or taken over."""
+        chosen = (self.weights, self.mtp_weights or self.weights, self.head_weights or self.weights)
+        return WeightFormats(*cast(tuple[WeightFormat, WeightFormat, WeightFormat], chosen))
 
     @property
     def ingredients(self) -> Ingredients:
@@ -146,7 +165,7 @@ def _for_backend(built: Built, options: BuildOptions, prepared: Prepared, report
 
 def _write(out: Path, manifest: Manifest, prepared: Prepared, report: Reporter) -> Built:
     """Graphs, weights, check and manifest, aside and then at `out`."""
-    needed = sum(prepared.distinct.values())
+    needed = sum(prepared.distinct(manifest.weights).values())
     try:
         with bundles.staging(out) as directory:
             _check_space(directory, needed)
@@ -171,7 +190,8 @@ def _build_in(directory: Path, out: Path, manifest: Manifest, prepared: Prepared
     report.phase("check against NumPy", len(manifest.model.layers), " layers")
     rows = min(SAMPLE_ROWS, manifest.limits.max_model_len)
     ids = sample_ids(checkpoint.directory, manifest.model.vocab_size, rows)
-    check = check_graphs(manifest.model, manifest.limits, backbone, heads, prepared.source, ids, report.advance)
+    stored = prepared.stored(manifest.weights)
+    check = check_graphs(manifest.model, manifest.limits, backbone, heads, stored, ids, report.advance)
     _warn(check, report)
     complete = replace(
         manifest,
@@ -188,8 +208,8 @@ def _write_graphs(
     directory: Path, manifest: Manifest, prepared: Prepared, report: Reporter
 ) -> tuple[Path, tuple[Path, ...], dict[str, str]]:
     (directory / bundles.GRAPHS).mkdir()
-    report.phase("weights", sum(prepared.distinct.values()), "B")
-    with WeightWriter(directory / bundles.WEIGHTS, prepared.source, report.advance) as writer:
+    report.phase("weights", sum(prepared.distinct(manifest.weights).values()), "B")
+    with WeightWriter(directory / bundles.WEIGHTS, prepared.source, manifest.weights, report.advance) as writer:
         tensors = {role: writer.add(need) for role, (need, _) in prepared.claimed.items()}
     spec, limits = manifest.model, manifest.limits
     backbone = directory / bundles.BACKBONE
@@ -201,10 +221,12 @@ def _write_graphs(
 
 
 def _check_options(options: BuildOptions) -> None:
-    if options.weights not in WEIGHT_FORMATS:
-        raise BuildError(
-            f"--weights {options.weights} is no format of this release; use one of: {', '.join(WEIGHT_FORMATS)}."
-        )
+    for name in ("weights", "mtp_weights", "head_weights"):
+        value = getattr(options, name)
+        if value is not None and value not in FORMATS:
+            raise BuildError(
+                f"--{name.replace('_', '-')} {value} is no format of this release; use one of: {', '.join(FORMATS)}."
+            )
     if options.draft_tokens is not None and not 1 <= options.draft_tokens <= MAX_DRAFT_TOKENS:
         raise BuildError(
             f"--draft-tokens is {options.draft_tokens}, expected 1 to {MAX_DRAFT_TOKENS}. To build without "
@@ -233,7 +255,7 @@ def _manifest(options: BuildOptions, prepared: Prepared, out: Path) -> Manifest:
         limits=limits,
         backend="onnxruntime",
         device="cpu",
-        weights="fp32",
+        weights=options.formats,
         end_tokens=end_tokens(prepared.checkpoint),
         source=options.model,
         source_digest="",
@@ -268,7 +290,7 @@ def _reusable(out: Path, wanted: Manifest, prepared: Prepared) -> Manifest | Non
     same = ("model", "limits", "weights", "versions", "end_tokens")
     if any(getattr(found, name) != getattr(wanted, name) for name in same):
         return None
-    digests = {role: prepared.source.digest(role) for role in prepared.distinct}
+    digests = {role: prepared.source.digest(role) for role in prepared.distinct(wanted.weights)}
     return found if found.source_digest == prepared.checkpoint.digest(digests) else None
 
 

@@ -13,6 +13,7 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import DraftAgreement, Limits, Numerics, Parity
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError
+from mtp_engines.lowering.products import FAST
 from mtp_exporter.pieces import Backbone, Floats
 from mtp_exporter.source import Source
 from mtp_exporter.trace import Pair, Taps, head_pairs, target_pairs
@@ -74,12 +75,14 @@ def check_graphs(
     """
     record = _Record()
     first_difference: str | None = None
-    pieces = Backbone(backbone, spec, limits)
+    # Values are compared in float32; rows are tested in the form that runs, which may round them by blocks.
+    pieces, running = Backbone(backbone, spec, limits), Backbone(backbone, spec, limits, FAST)
     taps = Taps(spec)
     for pair in target_pairs(spec, pieces, source, ids, taps):
         record.compare(pair)
-        if pair.layer is not None and pair.entering is not None:
-            first_difference = first_difference or pair.layer.first_difference(pair.entering[:, :_EXACT_ROWS])
+        if pair.index is not None and pair.entering is not None:
+            layer = running.layer(pair.index)
+            first_difference = first_difference or layer.first_difference(pair.entering[:, :_EXACT_ROWS])
             advance(1)
     picked = choices(backbone, source, "head", taps.hidden[0], record.compare)
     agreement = None

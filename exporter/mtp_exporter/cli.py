@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from mtp_engines.command import run_command
 from mtp_exporter.backends import BACKENDS, PRECISIONS, BackendOptions
-from mtp_exporter.build import DRAFT_TOKENS, WEIGHT_FORMATS, BuildOptions, Built, Reporter, build
+from mtp_exporter.blocks import FORMATS
+from mtp_exporter.build import DRAFT_TOKENS, BuildOptions, Built, Reporter, build
 from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
 from mtp_exporter.compare_text import as_lines, as_report
 from mtp_exporter.inspect import inspect_checkpoint
@@ -31,7 +32,9 @@ def group() -> None:
 @click.argument("checkpoint", required=False)
 @click.option("--model", help="Directory, hub id, or short name such as Qwen3.5-9B; the same as CHECKPOINT.")
 @click.option("--out", type=click.Path(path_type=Path), help="Bundle directory.  [default: bundles/<name>]")
-@click.option("--weights", default="fp32", show_default=True, help=f"Weight format: {', '.join(WEIGHT_FORMATS)}.")
+@click.option("--weights", default="fp32", show_default=True, help=f"Weight format: {', '.join(FORMATS)}.")
+@click.option("--mtp-weights", help="Weight format of the draft head.  [default: as --weights]")
+@click.option("--head-weights", help="Weight format of embedding and vocabulary head.  [default: as --weights]")
 @click.option("--max-model-len", type=int, help="Most tokens of prompt and answer.  [default: up to 8192]")
 @click.option("--max-batch-size", default=1, show_default=True, help="Most sequences run together.")
 @click.option("--draft-tokens", type=int, help=f"Largest K that a request may ask for.  [default: {DRAFT_TOKENS}]")
@@ -55,6 +58,8 @@ def build_command(
     model: str | None,
     out: Path | None,
     weights: str,
+    mtp_weights: str | None,
+    head_weights: str | None,
     max_model_len: int | None,
     max_batch_size: int,
     draft_tokens: int | None,
@@ -72,6 +77,8 @@ def build_command(
         str(name),
         out,
         weights,
+        mtp_weights,
+        head_weights,
         max_model_len,
         max_batch_size,
         draft_tokens,

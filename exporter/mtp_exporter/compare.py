@@ -141,7 +141,7 @@ def _same_shape(prepared: Prepared, bundle: Bundle) -> None:
 
 
 def _pairs(prepared: Prepared, bundle: Bundle, ids: npt.NDArray[np.int64]) -> Iterator[Pair]:
-    spec, limits, source = bundle.manifest.model, bundle.manifest.limits, prepared.source
+    spec, limits, source = bundle.manifest.model, bundle.manifest.limits, prepared.stored(bundle.manifest.weights)
     taps = Taps(spec)
     yield from target_pairs(prepared.spec, Backbone(bundle.backbone, spec, limits), source, ids, taps)
     logits: list[Pair] = []

@@ -12,10 +12,11 @@ from mtp_engines.contracts.model import LayerSpec, ModelSpec, MtpSpec
 from mtp_exporter.layers.basic import linear
 from mtp_exporter.layers.decoder import ROWS, Decoder
 from mtp_exporter.layers.weights import Weights
+from mtp_exporter.weights import Stored
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 from mtp_plugins.registry import OPERATORS
 
-Tensors = Mapping[str, ir.ExternalTensor]
+Tensors = Mapping[str, Stored]
 
 
 def head_role(depth: int) -> str:
@@ -30,7 +31,7 @@ def backbone_graph(spec: ModelSpec, limits: Limits, tensors: Tensors) -> ir.Mode
     input_ids = g.input(names.INPUT_IDS, "int64", ROWS)
     decoder = Decoder(g, spec.layers, limits, spec.norm_epsilon)
     logit_rows = g.input(names.LOGIT_ROWS, "int64", [1])
-    residuals = [g.op("Gather", w["embedding"], input_ids, axis=0)]
+    residuals = [w.rows("embedding", input_ids)]
     for index, layer in enumerate(spec.layers):
         with g.scope(f"layers.{index}"):
             residuals.append(decoder.layer(residuals[-1], w.below(f"layers.{index}."), layer, index))
@@ -62,7 +63,7 @@ def mtp_graph(spec: ModelSpec, limits: Limits, tensors: Tensors, depth: int = 0)
     hidden = _hidden_input(g, spec, mtp, own, stages)
     decoder = Decoder(g, (layer,), limits, mtp.norm_epsilon or spec.norm_epsilon)
     logit_rows = g.input(names.LOGIT_ROWS, "int64", [1])
-    embedding = g.op("Gather", w["mtp.embedding" if mtp.own_embedding else "embedding"], input_ids, axis=0)
+    embedding = w.rows("mtp.embedding" if mtp.own_embedding else "embedding", input_ids)
     if mtp.input_norms:
         embedding = stages.keep("embedding_norm", decoder.norm(embedding, own["embedding_norm"]))
         normed = stages.keep("hidden_norm", decoder.norm(hidden, own["hidden_norm"]))

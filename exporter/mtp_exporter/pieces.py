@@ -19,6 +19,7 @@ from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, Mixer, Mo
 from mtp_engines.lowering.caches import cache_shape
 from mtp_engines.lowering.heads import without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
+from mtp_engines.lowering.products import WIDE
 from mtp_plugins.graph import IR_VERSION
 
 Floats = npt.NDArray[np.float32]
@@ -29,8 +30,9 @@ _CAPACITY = 512
 class Backbone:
     """The lowered backbone of a bundle, run in pieces."""
 
-    def __init__(self, path: Path, spec: ModelSpec, limits: Limits) -> None:
-        self._graph, self._folder = lower(without_head(ir.load(path))).graph, path.parent
+    def __init__(self, path: Path, spec: ModelSpec, limits: Limits, accuracy: int = WIDE) -> None:
+        """`accuracy` of products with weights in blocks."""
+        self._graph, self._folder = lower(without_head(ir.load(path)), accuracy).graph, path.parent
         self._spec, self._limits = spec, limits
 
     def embed(self, ids: npt.NDArray[np.int64]) -> Floats:
@@ -119,7 +121,7 @@ def run_head(
         chosen experts, if there are any.
     """
     assert spec.mtp is not None
-    graph = lower(without_head(ir.load(path))).graph
+    graph = lower(without_head(ir.load(path)), WIDE).graph
     named = {value.name for node in graph for value in node.outputs}
     wanted = [names.stage(name) for name in names.HEAD_STAGES if names.stage(name) in named]
     wanted += [name for name in (names.HIDDEN_OUT, names.CHAIN_OUT, names.routing("head")) if name in named]

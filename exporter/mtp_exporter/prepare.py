@@ -8,9 +8,11 @@ from typing import Literal
 
 import numpy as np
 
+from mtp_engines.contracts.manifest import WeightFormats
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError, CheckpointError
 from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
+from mtp_exporter.blocks import StoredSource
 from mtp_exporter.checkpoint import Checkpoint, open_checkpoint, same_values
 from mtp_exporter.families import describe, describe_draft
 from mtp_exporter.families.description import Claimed, ClaimedTensor, Description, Wanted, claim, differing_copies
@@ -56,13 +58,16 @@ class Prepared:
         """The values by role."""
         return Source(self.claimed)
 
-    @property
-    def distinct(self) -> dict[str, int]:
+    def stored(self, formats: WeightFormats) -> Source:
+        """The values as a bundle of these formats holds them."""
+        return StoredSource(self.claimed, formats)
+
+    def distinct(self, formats: WeightFormats) -> dict[str, int]:
         """Roles without those that share the values of another one, and how many bytes each is in a bundle."""
         seen: dict[object, str] = {}
         for role, (need, tensors) in self.claimed.items():
             seen.setdefault(shared_key(need, tensors), role)
-        return {role: stored_bytes(self.claimed[role][0]) for role in seen.values()}
+        return {role: stored_bytes(self.claimed[role][0], formats) for role in seen.values()}
 
 
 def prepare(ingredients: Ingredients) -> Prepared:

@@ -35,6 +35,8 @@ class Pair:
     expected: Array
     layer: LayerPiece | None = None
     entering: Floats | None = None
+    index: int | None = None
+    """Number of the layer."""
 
 
 class Taps:
@@ -70,7 +72,7 @@ def target_pairs(
         piece = pieces.layer(index)
         following = piece.run(x)
         expected = layer_output(spec, source, index, x[0], piece.routing)
-        yield Pair(names.residual(index + 1), following[0], expected, piece, x)
+        yield Pair(names.residual(index + 1), following[0], expected, piece, x, index)
         x = following
         taps.keep(index + 1, x)
     taps.hidden = pieces.final(x)

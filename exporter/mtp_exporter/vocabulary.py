@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
-from mtp_engines.lowering.heads import HEAD_PRODUCT, head_model
+from mtp_engines.lowering.products import WIDE, Matrix, matrix_of, product
 from mtp_exporter.source import Source
 from mtp_exporter.trace import Pair
 from mtp_plugins.graph import CONTRIB, GraphBuilder
@@ -27,14 +27,14 @@ def choices(
     Each block of logits is computed by the head of the written graph and compared with NumPy over the
     checkpoint's tensor of this role.
     """
-    weight = _head_weight(graph)
+    matrix = _head_matrix(graph)
     vocab_size, width = source.need(role).shape
     best = np.full(len(hidden), -np.inf, np.float32)
     picked = np.zeros(len(hidden), np.int64)
     block = max(_BLOCK_BYTES // (4 * width), 1)
     for start in range(0, vocab_size, block):
         rows = min(block, vocab_size - start)
-        session = open_session(_block_model(weight, width, start, rows), graph.parent)
+        session = open_session(_block_model(matrix, width, start, rows), graph.parent)
         (logits,) = session.run([names.LOGITS], {names.HIDDEN: hidden})
         compare(Pair(names.LOGITS, logits, hidden @ source.rows(role, start, rows).T))
         top = logits.argmax(-1)
@@ -44,29 +44,37 @@ def choices(
     return picked
 
 
-def _head_weight(graph: Path) -> ir.ExternalTensor:
+def _head_matrix(graph: Path) -> Matrix:
     """The vocabulary head's matrix as a graph refers to it."""
-    model = head_model(ir.load(graph))
-    (product,) = (node for node in model.graph if node.op_type == HEAD_PRODUCT)
-    value = product.inputs[1]
-    assert value is not None and isinstance(value.const_value, ir.ExternalTensor)
-    return value.const_value
+    logits = next(output for output in ir.load(graph).graph.outputs if output.name == names.LOGITS)
+    producer = logits.producer()
+    matrix = None if producer is None else matrix_of(producer)
+    assert matrix is not None
+    return matrix
 
 
-def _block_model(weight: ir.ExternalTensor, width: int, start: int, rows: int) -> ir.Model:
+def _block_model(matrix: Matrix, width: int, start: int, rows: int) -> ir.Model:
     """The head restricted to `rows` rows from `start`: the same bytes of the weight file."""
-    assert weight.offset is not None
-    part = ir.ExternalTensor(
-        weight.location,
-        weight.offset + start * width * 4,
-        rows * width * 4,
-        ir.DataType.FLOAT,
-        shape=ir.Shape([rows, width]),
-        name="head.block",
-        base_dir=weight.base_dir,
-    )
     g = GraphBuilder("head block")
     hidden = g.input(names.HIDDEN, "float32", ["rows", width])
-    scores = g.op(HEAD_PRODUCT, hidden, g.initializer("head.block", part), domain=CONTRIB, transB=1)
-    g.output(names.LOGITS, scores, "float32", ["rows", rows])
+    parts = [_rows(value, start, rows) for value in matrix.tensors]
+    block = Matrix(tuple(g.initializer(str(part.name), part) for part in parts), matrix.bits)
+    g.output(names.LOGITS, product(g, hidden, block, axis=0, accuracy=WIDE), "float32", ["rows", rows])
     return g.model(domains=[CONTRIB])
+
+
+def _rows(value: ir.Value, start: int, rows: int) -> ir.ExternalTensor:
+    """Some entries of the first axis of a tensor in the weight file."""
+    whole = value.const_value
+    assert isinstance(whole, ir.ExternalTensor) and whole.offset is not None and whole.length is not None
+    count, *others = whole.shape.numpy()
+    size = whole.length // count
+    return ir.ExternalTensor(
+        whole.location,
+        whole.offset + start * size,
+        rows * size,
+        whole.dtype,
+        shape=ir.Shape([rows, *others]),
+        name=f"{value.name}.block",
+        base_dir=whole.base_dir,
+    )

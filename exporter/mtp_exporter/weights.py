@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -11,9 +13,12 @@ from types import TracebackType
 import numpy as np
 import onnx_ir as ir
 
+from mtp_engines.contracts.manifest import WeightFormats
+from mtp_exporter.blocks import bits_of, quantise
 from mtp_exporter.families.description import Need
 from mtp_exporter.quantised import StoredTensor
-from mtp_exporter.source import Source
+from mtp_exporter.source import Source, Values
+from mtp_plugins.block_weight import BLOCK
 
 _PAGE = 4096
 _SMALL = 1 << 20
@@ -23,9 +28,24 @@ Progress = Callable[[int], None]
 """Told the number of bytes just written."""
 
 
-def stored_bytes(need: Need) -> int:
-    """Bytes of a need in the weight file: float32, or int64 for ids."""
-    return prod(need.shape) * (8 if need.transform == "row_to_id" else 4)
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix that is stored as blocks; see `mtp_plugins.block_weight`."""
+
+    blocks: ir.ExternalTensor
+    scales: ir.ExternalTensor
+    bits: int
+
+
+Stored = ir.ExternalTensor | Blocks
+
+
+def stored_bytes(need: Need, formats: WeightFormats | None = None) -> int:
+    """Bytes of a need in the weight file: float32, int64 for ids, or blocks with a float32 scale each."""
+    bits = bits_of(formats or WeightFormats(), need)
+    if bits is None:
+        return prod(need.shape) * (8 if need.transform == "row_to_id" else 4)
+    return prod(need.shape) // BLOCK * (4 * bits + 4)
 
 
 def shared_key(need: Need, tensors: tuple[StoredTensor, ...]) -> object:
@@ -40,10 +60,11 @@ class WeightWriter:
     Never more than one block of a tensor is in memory. A tensor that two roles share is written once.
     """
 
-    def __init__(self, path: Path, source: Source, progress: Progress) -> None:
-        self._path, self._source, self._progress = path, source, progress
+    def __init__(self, path: Path, source: Source, formats: WeightFormats, progress: Progress) -> None:
+        """`source` gives the values of the checkpoint, before they are rounded to the formats."""
+        self._path, self._source, self._formats, self._progress = path, source, formats, progress
         self._stream = path.open("wb")
-        self._written: dict[object, ir.ExternalTensor] = {}
+        self._written: dict[object, Stored] = {}
         self.digests: dict[str, str] = {}
         """Role -> sha256 of its values, for every tensor written so far."""
 
@@ -55,7 +76,7 @@ class WeightWriter:
     ) -> None:
         self._stream.close()
 
-    def add(self, need: Need) -> ir.ExternalTensor:
+    def add(self, need: Need) -> Stored:
         """Write the values of a need and return the reference to them.
 
         Raises:
@@ -63,25 +84,57 @@ class WeightWriter:
         """
         key = shared_key(need, self._source.tensors(need.role))
         if key not in self._written:
-            size = stored_bytes(need)
-            offset = self._align(_PAGE if size >= _SMALL else _LINE)
-            digest = hashlib.sha256()
-            for block in self._source.blocks(need.role):
-                data = np.ascontiguousarray(block).data
-                digest.update(data)
-                self._stream.write(data)
-                self._progress(block.nbytes)
-            self.digests[need.role] = digest.hexdigest()
-            self._written[key] = ir.ExternalTensor(
-                self._path.name,
-                offset,
-                size,
-                ir.DataType.INT64 if need.transform == "row_to_id" else ir.DataType.FLOAT,
-                shape=ir.Shape(need.shape),
-                name=need.role,
-                base_dir=self._path.parent,
-            )
+            bits = bits_of(self._formats, need)
+            self._written[key] = self._add_whole(need) if bits is None else self._add_blocks(need, bits)
         return self._written[key]
+
+    def _add_whole(self, need: Need) -> ir.ExternalTensor:
+        dtype = ir.DataType.INT64 if need.transform == "row_to_id" else ir.DataType.FLOAT
+        tensor = self._reserve(need.role, dtype, need.shape, stored_bytes(need))
+        for block in self._read(need):
+            self._stream.write(np.ascontiguousarray(block).data)
+            self._progress(block.nbytes)
+        return tensor
+
+    def _add_blocks(self, need: Need, bits: int) -> Blocks:
+        """Blocks first and their scales behind them, written side by side."""
+        rows, count = need.shape[0], need.shape[1] // BLOCK
+        size = rows * count * 4 * bits
+        blocks = self._reserve(f"{need.role}.blocks", ir.DataType.UINT8, (rows, count, 4 * bits), size)
+        self._stream.truncate(self._stream.tell() + size)
+        self._stream.seek(0, os.SEEK_END)
+        scales = self._reserve(f"{need.role}.scales", ir.DataType.FLOAT, (rows, count), rows * count * 4)
+        places = [self._place(blocks), self._place(scales)]
+        for read in self._read(need):
+            for index, values in enumerate(quantise(read, bits)):
+                data = np.ascontiguousarray(values).data
+                self._stream.seek(places[index])
+                self._stream.write(data)
+                self._progress(data.nbytes)
+                places[index] += data.nbytes
+        self._stream.seek(0, os.SEEK_END)
+        return Blocks(blocks, scales, bits)
+
+    def _read(self, need: Need) -> Iterator[Values]:
+        """The values of a need in blocks, whose digest is kept."""
+        digest = hashlib.sha256()
+        for block in self._source.blocks(need.role):
+            digest.update(np.ascontiguousarray(block).data)
+            yield block
+        self.digests[need.role] = digest.hexdigest()
+
+    def _reserve(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], size: int) -> ir.ExternalTensor:
+        """A reference to the next `size` bytes, which the caller writes."""
+        offset = self._align(_PAGE if size >= _SMALL else _LINE)
+        folder = self._path.parent
+        return ir.ExternalTensor(
+            self._path.name, offset, size, dtype, shape=ir.Shape(shape), name=name, base_dir=folder
+        )
+
+    @staticmethod
+    def _place(tensor: ir.ExternalTensor) -> int:
+        assert tensor.offset is not None
+        return tensor.offset
 
     def _align(self, unit: int) -> int:
         position = self._stream.tell()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mtp_plugins import (
     accept,
+    block_rows,
+    block_weight,
     cached_attention,
     causal_conv_state,
     deferred_conv,
@@ -22,6 +24,8 @@ OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
         accept.OPERATOR,
+        block_rows.OPERATOR,
+        block_weight.OPERATOR,
         cached_attention.OPERATOR,
         causal_conv_state.OPERATOR,
         deferred_conv.OPERATOR,

@@ -17,6 +17,7 @@ import onnxruntime as ort
 import pytest
 
 from mtp_engines.bundle import entry_of
+from mtp_engines.contracts.manifest import WeightFormats
 from mtp_runtime import load
 from tests.exporter.plain_graph import PlainGraph, distance, states_after, weight_regions
 from tests.fixtures.checkpoints import (
@@ -290,7 +291,7 @@ def test_a_bfloat16_checkpoint_is_converted_once_and_said_so(tmp_path: Path) -> 
     case = make_case(tmp_path, seed=9, dtype="bfloat16")
     right = case.oracle.greedy(PROMPT, 32)
     model = load_model(case.bundle)
-    assert model.manifest.weights == "fp32"
+    assert model.manifest.weights == WeightFormats()
     for draft_tokens in (0, 3):
         assert ids_of(model, PROMPT, 32, draft_tokens) == right
     unrounded = random_checkpoint(tmp_path / "float32", seed=9)
@@ -302,7 +303,7 @@ def test_a_bfloat16_checkpoint_is_converted_once_and_said_so(tmp_path: Path) -> 
         assert kinds == {onnx.TensorProto.FLOAT, onnx.TensorProto.INT64}
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4", "float32", ""])
+@pytest.mark.parametrize("weights", ["bf16", "int3", "float32", ""])
 def test_a_weight_format_without_a_kernel_is_refused_at_build_time(tmp_path: Path, weights: str) -> None:
     """EX-09: bf16 on this backend has no kernel; the sentence says what has."""
     checkpoint = random_checkpoint(tmp_path / "model", seed=1)

@@ -29,6 +29,21 @@ class Limits:
         return self.max_model_len + self.max_draft_tokens + 1
 
 
+WeightFormat = Literal["fp32", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class WeightFormats:
+    """Format of the matrices of the target, of those of the draft head, and of embedding and vocabulary head.
+
+    `int8` and `int4` are blocks of 32 values with a scale; see `mtp_plugins.block_weight`.
+    """
+
+    target: WeightFormat = "fp32"
+    mtp: WeightFormat = "fp32"
+    head: WeightFormat = "fp32"
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """Size in bytes, sha256 of the whole file, and sha256 of samples for files too large to read at start."""
@@ -105,7 +120,7 @@ class Manifest:
     limits: Limits
     backend: Literal["onnxruntime", "torch", "tensorrt"]
     device: Literal["cpu", "cuda"]
-    weights: Literal["fp32"]
+    weights: WeightFormats
     end_tokens: tuple[EndToken, ...]
     source: str
     source_digest: str

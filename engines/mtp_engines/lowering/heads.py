@@ -5,13 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
+from mtp_engines.lowering.products import Matrix, matrix_of, product
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
 IDS = "ids"
 CHECKSUM = "checksum"
-HEAD_PRODUCT = "FusedMatMul"
-"""The node that multiplies hidden rows with the transposed head."""
 
 
 def without_head(model: ir.Model) -> ir.Model:
@@ -35,18 +34,12 @@ def head_model(model: ir.Model) -> ir.Model:
     logits = found[names.LOGITS]
     producer = logits.producer()
     assert producer is not None
-    transposed = producer.inputs[1]
-    assert transposed is not None
-    transpose = transposed.producer()
-    assert transpose is not None
-    weight = transpose.inputs[0]
-    assert weight is not None and weight.name is not None and weight.shape is not None
-    assert isinstance(weight.const_value, ir.ExternalTensor)
-    vocab_size, hidden_size = weight.shape
-    assert isinstance(vocab_size, int) and isinstance(hidden_size, int)
+    matrix = matrix_of(producer)
+    assert matrix is not None
+    vocab_size, hidden_size = matrix.shape
     g = GraphBuilder("head")
     hidden = g.input(names.HIDDEN, "float32", ["rows", hidden_size])
-    scores = g.op(HEAD_PRODUCT, hidden, g.initializer(weight.name, weight.const_value), domain=CONTRIB, transB=1)
+    scores = product(g, hidden, own_copy(g, matrix), axis=0)
     # ArgMax takes the first of equal values, so ties go to the lowest id everywhere.
     ids = g.op("ArgMax", scores, axis=-1, keepdims=0)
     if names.DRAFT_IDS in found:
@@ -56,6 +49,15 @@ def head_model(model: ir.Model) -> ir.Model:
     g.output(CHECKSUM, g.op("ReduceSum", scores, g.constant([-1]), keepdims=0), "float32", ["rows"])
     g.output(names.LOGITS, scores, "float32", ["rows", vocab_size])
     return g.model(domains=[CONTRIB])
+
+
+def own_copy(g: GraphBuilder, matrix: Matrix) -> Matrix:
+    """The matrix as initializers of another graph."""
+    tensors = []
+    for value in matrix.tensors:
+        assert isinstance(value.const_value, ir.ExternalTensor)
+        tensors.append(g.initializer(str(value.name), value.const_value))
+    return Matrix(tuple(tensors), matrix.bits)
 
 
 def _table(draft_ids: ir.Value) -> ir.ExternalTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import onnx_ir as ir
 
@@ -10,12 +11,14 @@ from mtp_engines.contracts import names
 from mtp_engines.lowering import rules
 from mtp_engines.lowering.caches import stored_width
 from mtp_engines.lowering.experts import routed_experts
+from mtp_engines.lowering.products import FAST, Matrix, matrix_of, product
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
 Rule = Callable[[GraphBuilder, ir.Node], list[ir.Value]]
 
 _RULES: dict[str, Rule] = {
+    "BlockRows": rules.block_rows,
     "CachedAttention": rules.cached_attention,
     "CausalConvState": rules.causal_conv_state,
     "DeltaGate": rules.delta_gate,
@@ -25,22 +28,31 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def lower(model: ir.Model) -> ir.Model:
-    """Replace every canonical node by kernels of ONNX Runtime; the model is changed and returned."""
+def lower(model: ir.Model, accuracy: int = FAST) -> ir.Model:
+    """Replace every canonical node by kernels of ONNX Runtime; the model is changed and returned.
+
+    Args:
+        accuracy: of products with weights in blocks, `FAST` or `WIDE`.
+    """
     graph = model.graph
     for node in list(graph):
-        if node.domain == DOMAIN:
+        matrix = matrix_of(node) if node.op_type == "MatMul" else None
+        if matrix is not None:
+            _replace(graph, node, partial(_product, matrix=matrix, accuracy=accuracy))
+        elif node.domain == DOMAIN and node.op_type != "BlockWeight":
             _replace(graph, node, _RULES[node.op_type])
         elif node.op_type == "MatMul" and _is_headwise(node):
             _replace(graph, node, rules.headwise)
-        elif node.op_type == "MatMul" and _transposed_weight(node) is not None:
-            _replace(graph, node, rules.linear)
     _widen_caches(graph)
     drop_unused(graph)
     graph.opset_imports.clear()
     graph.opset_imports.update({"": OPSET, CONTRIB: 1})
     model.functions.clear()
     return model
+
+
+def _product(g: GraphBuilder, node: ir.Node, matrix: Matrix, accuracy: int) -> list[ir.Value]:
+    return [product(g, node.inputs[0], matrix, axis=1, accuracy=accuracy)]
 
 
 def _widen_caches(graph: ir.Graph) -> None:

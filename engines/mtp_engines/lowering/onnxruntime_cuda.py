@@ -7,6 +7,7 @@ shapes, so a run only enqueues.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -22,8 +23,8 @@ from mtp_engines.lowering.deferred import (
     dimension,
     refuse_latent_attention,
     replace,
-    transposed_weight,
 )
+from mtp_engines.lowering.products import Matrix, matrix_of, product
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
@@ -66,12 +67,17 @@ def contrib_products(model: ir.Model) -> ir.Model:
     The model is changed and returned.
     """
     for node in list(model.graph):
-        if node.op_type == "MatMul" and transposed_weight(node) is not None:
-            replace(model.graph, node, rules.linear)
+        matrix = matrix_of(node) if node.op_type == "MatMul" else None
+        if matrix is not None:
+            replace(model.graph, node, partial(_product, matrix=matrix))
     drop_unused(model.graph)
     model.graph.opset_imports.clear()
     model.graph.opset_imports.update({"": OPSET, CONTRIB: 1})
     return model
+
+
+def _product(g: GraphBuilder, node: ir.Node, matrix: Matrix) -> list[ir.Value]:
+    return [product(g, node.inputs[0], matrix, axis=1)]
 
 
 class _Cuda:

@@ -8,6 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from mtp_engines.lowering.caches import stored_width
+from mtp_engines.lowering.rows import with_twin
+from mtp_plugins.block_rows.body import body as block_rows_body
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
@@ -15,13 +17,10 @@ LEAST_QUERY_ROWS = 2
 """One query row takes another kernel and rounds differently; two or more agree to the last bit."""
 
 
-def linear(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """x @ W^T with W as stored: one constant weight that the kernel packs once."""
-    x, transposed = node.inputs
-    assert transposed is not None
-    producer = transposed.producer()
-    assert producer is not None
-    return [g.op("FusedMatMul", x, producer.inputs[0], domain=CONTRIB, transB=1)]
+def block_rows(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """The body: a few rows are made floats, and there is no kernel that takes both widths of blocks."""
+    inputs = [value for value in node.inputs if value is not None]
+    return block_rows_body(g, inputs)
 
 
 def delta_gate(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
@@ -101,7 +100,7 @@ def headwise(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     assert weight is not None
     producer = weight.producer()
     rows = g.op("Shape", x, start=2, end=3)
-    wide = _with_twin(g, x, rows, g.op("Max", rows, g.constant([LEAST_QUERY_ROWS])), axis=2)
+    wide = with_twin(g, x, rows, g.op("Max", rows, g.constant([LEAST_QUERY_ROWS])), axis=2)
     if producer is None:
         product = g.op("MatMul", wide, weight)
     else:
@@ -146,7 +145,7 @@ def _attend(
     total = g.op("Add", past_length, width)
     output, present_key, present_value = group_query(
         g,
-        [_with_twin(g, x, rows, width, axis=1) for x in (query, key, value)],
+        [with_twin(g, x, rows, width, axis=1) for x in (query, key, value)],
         pasts,
         int32(g, g.op("Sub", total, g.constant([1]))),
         int32(g, g.op("ReduceMax", total, keepdims=0)),
@@ -212,11 +211,6 @@ def _unpadded(g: GraphBuilder, x: ir.Value, heads: int, dim: int) -> ir.Value:
     split = g.op("Reshape", x, g.constant([0, 0, heads, stored]))
     narrow = g.op("Slice", split, g.constant([0]), g.constant([dim]), g.constant([3]))
     return g.op("Reshape", narrow, g.constant([0, 0, heads * dim]))
-
-
-def _with_twin(g: GraphBuilder, x: ir.Value | None, rows: ir.Value, width: ir.Value, axis: int) -> ir.Value:
-    twin = g.op("Slice", x, g.constant([0]), g.op("Sub", width, rows), g.constant([axis]))
-    return g.op("Concat", x, twin, axis=axis)
 
 
 def int32(g: GraphBuilder, value: ir.Value) -> ir.Value:

@@ -1,0 +1,15 @@
+"""BlockRows as standard operators: the blocks are gathered, then made floats."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from mtp_plugins.block_weight.body import dequantise
+from mtp_plugins.graph import GraphBuilder
+
+
+def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
+    """See `OPERATOR` for shapes."""
+    blocks, scales, ids = inputs
+    rows = dequantise(g, g.op("Gather", blocks, ids, axis=0), g.op("Gather", scales, ids, axis=0))
+    return [g.op("Reshape", rows, g.op("Concat", g.op("Shape", ids), g.constant([-1]), axis=0))]

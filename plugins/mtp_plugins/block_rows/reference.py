@@ -1,0 +1,16 @@
+"""NumPy reference of BlockRows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_plugins.arrays import Array
+from mtp_plugins.block_weight.reference import Bytes, block_weight
+
+
+def block_rows(blocks: Bytes, scales: Array, ids: npt.NDArray[np.int64], bits: int) -> Array:
+    """float[..., columns] for uint8[rows, columns / 32, 4 * bits], float[rows, columns / 32] and int64[...]."""
+    flat = ids.reshape(-1)
+    rows: Array = block_weight(blocks[flat], scales[flat], bits).reshape(*ids.shape, -1)
+    return rows
