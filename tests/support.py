@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from mtp_engines.errors import MtpError
-from mtp_exporter.build import BuildOptions, Reporter, build
+from mtp_exporter.build import Reporter, build
+from mtp_exporter.options import BuildOptions
 from mtp_runtime import Finished, Model, load
 
 MAX_MODEL_LEN = 64

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
 
 import onnx_ir as ir
 
@@ -19,74 +18,26 @@ from mtp_engines.contracts.manifest import (
     Manifest,
     Numerics,
     Parity,
-    WeightFormat,
+    Quality,
     WeightFormats,
 )
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError, BundleError
-from mtp_exporter.backends import BackendOptions, check_backend, with_backend
-from mtp_exporter.blocks import FORMATS
+from mtp_exporter.backends import check_backend, with_backend
 from mtp_exporter.check import Check, check_graphs
 from mtp_exporter.checkpoint import COPIED
 from mtp_exporter.end_tokens import end_tokens
 from mtp_exporter.graphs import backbone_graph, mtp_graph
-from mtp_exporter.prepare import HiddenTap, Ingredients, Prepared, prepare
+from mtp_exporter.options import BuildOptions, check_options
+from mtp_exporter.prepare import Prepared, prepare
+from mtp_exporter.quality import QUALITY_ROWS, measure_quality
 from mtp_exporter.resolve import resolve
 from mtp_exporter.sample import SAMPLE_ROWS, sample_ids
 from mtp_exporter.weights import WeightWriter
 
 DRAFT_TOKENS = 7
-MAX_DRAFT_TOKENS = 15
-MAX_BATCH_SIZE = 256
 DEFAULT_MODEL_LEN = 8192
 _PACKAGES = ("mtp-export", "onnxruntime", "onnx-ir", "numpy", "tokenizers")
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What a user may choose.
-
-    Attributes:
-        model: directory, hub id or short name.
-        out: bundle directory; None means bundles/<name of the model>.
-        weights: format of the matrices, one of `FORMATS`.
-        mtp_weights: of the draft head's; None takes that of the others.
-        head_weights: of embedding and vocabulary head; None takes that of the others.
-        max_model_len: tokens of prompt and answer together; None takes the model's own limit, at most 8192.
-        max_batch_size: sequences that one engine can run together.
-        draft_tokens: the largest K that the bundle will accept; None means 7, or the head's trained depths where
-            it has several.
-        mtp: False leaves the MTP head out.
-        mtp_from: checkpoint to take the head from, if this one lost it.
-        draft_model: directory of a separate draft (EAGLE) that becomes the bundle's head.
-        hidden_tap: which hidden state an MTP head is fed; None takes what its family was trained on.
-        backend: what `mtp-run` opens the bundle with unless it is told otherwise, and what is built for that.
-    """
-
-    model: str
-    out: Path | None = None
-    weights: str = "fp32"
-    mtp_weights: str | None = None
-    head_weights: str | None = None
-    max_model_len: int | None = None
-    max_batch_size: int = 1
-    draft_tokens: int | None = None
-    mtp: bool = True
-    mtp_from: str | None = None
-    draft_model: str | None = None
-    hidden_tap: HiddenTap | None = None
-    backend: BackendOptions = field(default_factory=BackendOptions)
-
-    @property
-    def formats(self) -> WeightFormats:
-        """The formats, chosen or taken over."""
-        chosen = (self.weights, self.mtp_weights or self.weights, self.head_weights or self.weights)
-        return WeightFormats(*cast(tuple[WeightFormat, WeightFormat, WeightFormat], chosen))
-
-    @property
-    def ingredients(self) -> Ingredients:
-        """Where the parts come from."""
-        return Ingredients(self.model, self.mtp, self.mtp_from, self.draft_model, self.hidden_tap)
 
 
 @dataclass(frozen=True)
@@ -124,7 +75,7 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
         BuildError: an option cannot be honoured, the place cannot be written, or the check fails.
     """
     report = reporter or Reporter()
-    _check_options(options)
+    check_options(options)
     check_backend(options.backend)
     out = options.out or Path("bundles") / _name(options.model, resolve(options.model))
     # A link to another disk stays a link; the bundle goes where it points.
@@ -199,9 +150,21 @@ def _build_in(directory: Path, out: Path, manifest: Manifest, prepared: Prepared
         parity=check.parity,
         numerics=check.numerics,
         draft_agreement=check.agreement,
+        quality=_quality(manifest, backbone, prepared, report),
     )
     report.phase("digests", sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()), "B")
     return Built(out, bundles.publish(directory, out, complete, report.advance), False)
+
+
+def _quality(manifest: Manifest, backbone: Path, prepared: Prepared, report: Reporter) -> Quality | None:
+    """What the formats cost, measured where any weight was rounded."""
+    if manifest.weights == WeightFormats():
+        return None
+    spec = manifest.model if manifest.model.mtp is None else replace(manifest.model, mtp=None)
+    rows = min(QUALITY_ROWS, manifest.limits.max_model_len)
+    ids = sample_ids(prepared.checkpoint.directory, spec.vocab_size, rows)
+    report.phase("quality against float32", len(spec.layers), " layers")
+    return measure_quality(spec, manifest.limits, backbone, prepared.source, ids, report.advance)
 
 
 def _write_graphs(
@@ -218,24 +181,6 @@ def _write_graphs(
     for depth, path in enumerate(heads):
         ir.save(mtp_graph(spec, limits, tensors, depth), path)
     return backbone, heads, writer.digests
-
-
-def _check_options(options: BuildOptions) -> None:
-    for name in ("weights", "mtp_weights", "head_weights"):
-        value = getattr(options, name)
-        if value is not None and value not in FORMATS:
-            raise BuildError(
-                f"--{name.replace('_', '-')} {value} is no format of this release; use one of: {', '.join(FORMATS)}."
-            )
-    if options.draft_tokens is not None and not 1 <= options.draft_tokens <= MAX_DRAFT_TOKENS:
-        raise BuildError(
-            f"--draft-tokens is {options.draft_tokens}, expected 1 to {MAX_DRAFT_TOKENS}. To build without "
-            "speculation, use --no-mtp."
-        )
-    if not 1 <= options.max_batch_size <= MAX_BATCH_SIZE:
-        raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected 1 to {MAX_BATCH_SIZE}.")
-    if options.max_model_len is not None and options.max_model_len < 2:
-        raise BuildError(f"--max-model-len is {options.max_model_len}, expected at least 2.")
 
 
 def _manifest(options: BuildOptions, prepared: Prepared, out: Path) -> Manifest:
@@ -262,6 +207,7 @@ def _manifest(options: BuildOptions, prepared: Prepared, out: Path) -> Manifest:
         parity=Parity(0, 0.0, "", 0.0),
         numerics=Numerics("near-tie", 0),
         draft_agreement=None,
+        quality=None,
         versions={name: version(name) for name in _PACKAGES},
     )
 

@@ -13,11 +13,12 @@ from tqdm import tqdm
 from mtp_engines.command import run_command
 from mtp_exporter.backends import BACKENDS, PRECISIONS, BackendOptions
 from mtp_exporter.blocks import FORMATS
-from mtp_exporter.build import DRAFT_TOKENS, BuildOptions, Built, Reporter, build
+from mtp_exporter.build import DRAFT_TOKENS, Built, Reporter, build
 from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
 from mtp_exporter.compare_text import as_lines, as_report
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_exporter.inspect_text import as_text
+from mtp_exporter.options import BuildOptions
 from mtp_exporter.prepare import HiddenTap, Ingredients
 from mtp_exporter.resolve import resolve
 
@@ -173,6 +174,13 @@ def _summary(built: Built) -> str:
         lines.append(f"acceptance: {kept} of {drafted} first drafts equal the target's choice ({kept / drafted:.0%})")
     else:
         lines.append("acceptance: no MTP head")
+    if manifest.quality:
+        cost, weights = manifest.quality, manifest.weights
+        lines.append(
+            f"quality: {weights.target} weights, {weights.mtp} draft head, {weights.head} vocabulary: perplexity "
+            f"{cost.perplexity:.3f} ({cost.perplexity_fp32:.3f} in float32), {cost.agreed} of {cost.rows} greedy "
+            f"choices those of float32 ({cost.agreed / cost.rows:.0%})"
+        )
     for name, made in manifest.backends.items():
         promise = made.numerics
         tested = f"{promise.promise} over {promise.rows} rows" if promise.rows else "not tested here"

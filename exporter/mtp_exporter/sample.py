@@ -13,7 +13,16 @@ from mtp_engines.errors import CheckpointError
 _TEXT = (
     "The function returns a list of all the values that were found, in the order in which they were added. If no "
     "value was found, it returns an empty list. This is useful when you want to check whether a name is in use before "
-    "you create a new object with the same name."
+    "you create a new object with the same name. The second argument is optional. When it is given, only values that "
+    "are greater than it are returned, and the list is sorted. A value that was added twice is returned twice. The "
+    "time that a call takes grows with the number of values, not with that of names, since the names are kept in a "
+    "table of their own. Earlier versions returned a tuple; programs that rely on this should be changed. In the "
+    "morning the two of them walked along the river to the old mill, where the water was low and the stones were dry. "
+    "He had brought bread and a little cheese, and she had the letter in the pocket of her coat. Neither of them spoke "
+    "about it until they had crossed the bridge. The town had changed less than they had feared. A baker stood where "
+    "the baker had always stood, the clock over the gate was still four minutes late, and children ran across the "
+    "square as if nobody had ever told them not to. What is the capital of France? The capital of France is Paris. How "
+    "many days does a week have? A week has seven days."
 )
 SAMPLE_ROWS = 48
 """What a build checks."""

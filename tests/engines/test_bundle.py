@@ -225,7 +225,8 @@ def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(tmp_p
     build_bundle(markov_checkpoint(tmp_path / "one", target=lambda t: (t + 1) % 64), out)
     other = random_checkpoint(tmp_path / "two", seed=1, vocab_size=9000)
     script = (
-        "import sys; from pathlib import Path; from mtp_exporter.build import *; print('ready', flush=True); "
+        "import sys; from pathlib import Path; from mtp_exporter import BuildOptions, build; "
+        "print('ready', flush=True); "
         "build(BuildOptions(sys.argv[1], Path(sys.argv[2]), max_model_len=64))"
     )
     for delay in (0.0, 0.05, 0.1, 0.2, 0.4):

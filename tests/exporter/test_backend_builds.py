@@ -16,7 +16,8 @@ from mtp_engines.contracts.manifest import BackendBuild, Numerics
 from mtp_engines.errors import BuildError
 from mtp_exporter import backends
 from mtp_exporter.backends import BackendOptions, check_backend
-from mtp_exporter.build import BuildOptions, Built, Reporter, build
+from mtp_exporter.build import Built, Reporter, build
+from mtp_exporter.options import BuildOptions
 from mtp_runtime import load
 from tests.fixtures.checkpoints import partial_checkpoint
 from tests.support import build_refused, command_refused, leftovers, refused, run_command

@@ -31,7 +31,8 @@ TOLERANCE = 2e-5
 PAST = np.array([9, 4])
 PAGE_SIZE, PAGES, MAX_PAGES, SCALE = 4, 11, 6, 0.4
 # What decides on the device what was kept has tests of its own: test_deferred_operators.py; so has SkinnyProduct.
-HERE = sorted(set(OPERATORS) - {"Accept", "DeferredConv", "DeferredDelta", "SkinnyProduct"})
+# So have weights in blocks: test_blocks.py.
+HERE = sorted(set(OPERATORS) - {"Accept", "BlockRows", "BlockWeight", "DeferredConv", "DeferredDelta", "SkinnyProduct"})
 # Pages are for backends on a GPU, which have kernels for them; here only the bodies run.
 WITHOUT_KERNELS = {"PagedAttention", "PagedKvAppend"}
 

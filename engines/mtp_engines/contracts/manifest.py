@@ -72,6 +72,20 @@ class Parity:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """What rounded weights cost over a text, teacher-forced: against a NumPy forward of the checkpoint in float32.
+
+    Attributes:
+        agreed: rows whose greedy choice is that of float32.
+    """
+
+    rows: int
+    perplexity_fp32: float
+    perplexity: float
+    agreed: int
+
+
+@dataclass(frozen=True)
 class Numerics:
     """`exact`: a row of any call is bit-identical to a one-row call; tested where the bundle was built."""
 
@@ -127,6 +141,8 @@ class Manifest:
     parity: Parity
     numerics: Numerics
     draft_agreement: DraftAgreement | None
+    quality: Quality | None
+    """None where every weight is float32."""
     versions: dict[str, str]
     backends: dict[str, BackendBuild] = field(default_factory=dict)
     """By backend and device, as in `torch-cuda`."""

@@ -74,7 +74,7 @@ def bundle_dict(bundle: Bundle) -> dict[str, Any]:
         "name": manifest.name,
         "source_digest": manifest.source_digest,
         "weights_sha256": manifest.files[WEIGHTS].sha256,
-        "weights": manifest.weights,
+        "weights": asdict(manifest.weights),
         "numerics": manifest.numerics.promise,
         "max_model_len": manifest.limits.max_model_len,
         "max_draft_tokens": manifest.limits.max_draft_tokens,

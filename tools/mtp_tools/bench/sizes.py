@@ -19,7 +19,7 @@ _HALVES = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that a generation has to keep, in float32.
+    """Bytes that a generation has to keep; caches and states are float32.
 
     Attributes:
         weights: of the file that all graphs share.
@@ -49,7 +49,7 @@ def sizes_of(bundle: Bundle, tokens: int, draft_tokens: int) -> Sizes:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one step of plain decoding cannot do without, in float32.
+    """Bytes that one step of plain decoding cannot do without; caches and states are float32.
 
     Attributes:
         weights: every matrix of the target once, one row of the embedding, of a mixture the experts of one token.
@@ -84,7 +84,7 @@ def _read(value: ir.Value, spec: ModelSpec) -> int:
     size = int(tensor.nbytes)
     kinds = {use.node.op_type for use in value.uses()}
     first = tensor.shape.numpy()[0]
-    if kinds == {"Gather"}:  # An embedding that is not the vocabulary head too.
+    if kinds <= {"Gather", "BlockRows"}:  # An embedding that is not the vocabulary head too.
         return size // first
     if kinds == {"RoutedExperts"}:
         mlp = spec.layers[int(str(value.name).split(".")[1])].mlp
