@@ -94,10 +94,13 @@ def check_graphs(
         assert out is not None and spec.mtp is not None
         if spec.mtp.own_head:
             drafts = choices(heads[0], source, "mtp.head", out, record.compare)
-            drafts = source("mtp.ids")[drafts] if spec.mtp.draft_vocab_size is not None else drafts
+            drafts = source("mtp.ids")[drafts] if spec.mtp.has_table else drafts
         else:
             drafts = choices(backbone, source, "head", out, record.compare)
-        agreement = DraftAgreement(len(drafts), int((drafts == picked[1:]).sum()))
+        whole = None
+        if spec.mtp.draft_ids == "first":
+            whole = int((choices(backbone, source, "head", out, record.compare) == picked[1:]).sum())
+        agreement = DraftAgreement(len(drafts), int((drafts == picked[1:]).sum()), whole)
     parity = Parity(len(ids), record.worst, record.where, TOLERANCE)
     promise = Numerics("near-tie" if first_difference else "exact", _EXACT_ROWS, first_difference)
     return Check(parity, promise, agreement)

@@ -42,6 +42,7 @@ def group() -> None:
 @click.option("--mtp-from", help="Checkpoint to take the MTP head from, if this one lost it.")
 @click.option("--draft-model", help="Separate draft (EAGLE) that becomes the head of the bundle.")
 @click.option("--hidden-tap", type=click.Choice(["post-norm", "pre-norm"]), help="Hidden state that the head is fed.")
+@click.option("--draft-vocab", type=int, help="Ids that an MTP head drafts from, the first ones.  [default: all]")
 @click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True, help="What runs it.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where it runs.  [default: cpu for onnxruntime]")
@@ -67,6 +68,7 @@ def build_command(
     mtp_from: str | None,
     draft_model: str | None,
     hidden_tap: HiddenTap | None,
+    draft_vocab: int | None,
     no_mtp: bool,
     **backend: Any,
 ) -> None:
@@ -87,6 +89,7 @@ def build_command(
         mtp_from=mtp_from,
         draft_model=draft_model,
         hidden_tap=hidden_tap,
+        draft_vocab=draft_vocab,
         backend=BackendOptions(**backend),
     )
     with _Bars() as bars:
@@ -172,6 +175,10 @@ def _summary(built: Built) -> str:
     if manifest.draft_agreement:
         kept, drafted = manifest.draft_agreement.accepted, manifest.draft_agreement.drafted
         lines.append(f"acceptance: {kept} of {drafted} first drafts equal the target's choice ({kept / drafted:.0%})")
+        if manifest.draft_agreement.accepted_whole is not None:
+            lines.append(
+                f"            {manifest.draft_agreement.accepted_whole} of {drafted} with the whole vocabulary"
+            )
     else:
         lines.append("acceptance: no MTP head")
     if manifest.quality:

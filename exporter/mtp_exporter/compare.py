@@ -102,7 +102,7 @@ def _as_built(ingredients: Ingredients, spec: ModelSpec) -> Ingredients:
         raise BuildError(
             f"The bundle's head is a separate draft ({spec.mtp.kind}); name its directory with --draft-model."
         )
-    return ingredients
+    return replace(ingredients, draft_vocab=spec.mtp.draft_vocab_size if spec.mtp.draft_ids == "first" else None)
 
 
 def _fed_alike(prepared: Prepared, spec: ModelSpec) -> Prepared:
@@ -157,7 +157,7 @@ def _pairs(prepared: Prepared, bundle: Bundle, ids: npt.NDArray[np.int64]) -> It
         role = "mtp.head" if mtp.own_head else "head"
         choices(bundle.mtp[0], source, role, np.asarray(output, np.float32), logits.append)
         yield from (replace(pair, name="logits of the draft head") for pair in logits)
-    if spec.mtp is not None and spec.mtp.draft_vocab_size is not None:
+    if spec.mtp is not None and spec.mtp.has_table:
         yield _table_pair(bundle.mtp[0], source("mtp.ids"))
 
 

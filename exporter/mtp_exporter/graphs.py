@@ -136,7 +136,7 @@ def _head_logits(
 ) -> None:
     vocab = mtp.draft_vocab_size or spec.vocab_size
     logits = _logits(g, hidden, w["mtp.head" if mtp.own_head else "head"], logit_rows, vocab)
-    if mtp.draft_vocab_size is not None:
+    if mtp.has_table:
         ids = g.op("Gather", w["mtp.ids"], g.op("ArgMax", logits, axis=-1, keepdims=0), axis=0)
         g.output(names.DRAFT_IDS, ids, "int64", ["batch", "logit_rows"])
 

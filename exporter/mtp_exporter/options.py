@@ -34,6 +34,7 @@ class BuildOptions:
         mtp_from: checkpoint to take the head from, if this one lost it.
         draft_model: directory of a separate draft (EAGLE) that becomes the bundle's head.
         hidden_tap: which hidden state an MTP head is fed; None takes what its family was trained on.
+        draft_vocab: how many ids an MTP head drafts from, the first ones; None for all.
         backend: what `mtp-run` opens the bundle with unless it is told otherwise, and what is built for that.
     """
 
@@ -49,6 +50,7 @@ class BuildOptions:
     mtp_from: str | None = None
     draft_model: str | None = None
     hidden_tap: HiddenTap | None = None
+    draft_vocab: int | None = None
     backend: BackendOptions = field(default_factory=BackendOptions)
 
     @property
@@ -60,7 +62,7 @@ class BuildOptions:
     @property
     def ingredients(self) -> Ingredients:
         """Where the parts come from."""
-        return Ingredients(self.model, self.mtp, self.mtp_from, self.draft_model, self.hidden_tap)
+        return Ingredients(self.model, self.mtp, self.mtp_from, self.draft_model, self.hidden_tap, self.draft_vocab)
 
 
 def check_options(options: BuildOptions) -> None:

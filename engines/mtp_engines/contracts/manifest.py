@@ -118,10 +118,15 @@ class BackendBuild:
 
 @dataclass(frozen=True)
 class DraftAgreement:
-    """First drafts that equal the target's own greedy choice, over a teacher-forced text."""
+    """First drafts that equal the target's own greedy choice, over a teacher-forced text.
+
+    Attributes:
+        accepted_whole: with the whole vocabulary, where the head was cut down to a part of it.
+    """
 
     drafted: int
     accepted: int
+    accepted_whole: int | None = None
 
 
 @validated(frozen=True, config=_STRICT)

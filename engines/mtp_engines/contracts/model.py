@@ -223,7 +223,14 @@ class MtpSpec:
     own_embedding: bool = False
     own_head: bool = False
     draft_vocab_size: int | None = None
-    """Rows of an own vocabulary head that covers a part of the vocabulary; a table maps them to ids."""
+    """Rows of an own vocabulary head that covers a part of the vocabulary."""
+    draft_ids: Literal["table", "first"] = "table"
+    """What these rows are: a table of the draft's gives their ids, or they are the first ids of the vocabulary."""
+
+    @property
+    def has_table(self) -> bool:
+        """Whether ids of the draft have to be looked up."""
+        return self.draft_vocab_size is not None and self.draft_ids == "table"
 
     @property
     def depth(self) -> int:
