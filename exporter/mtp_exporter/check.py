@@ -92,15 +92,29 @@ def check_graphs(
             record.compare(pair)
             out = pair.built if out is None and pair.name == names.HIDDEN_OUT else out
         assert out is not None and spec.mtp is not None
-        if spec.mtp.own_head:
-            drafts = choices(heads[0], source, "mtp.head", out, record.compare)
-            drafts = source("mtp.ids")[drafts] if spec.mtp.has_table else drafts
-        else:
-            drafts = choices(backbone, source, "head", out, record.compare)
-        whole = None
-        if spec.mtp.draft_ids == "first":
-            whole = int((choices(backbone, source, "head", out, record.compare) == picked[1:]).sum())
-        agreement = DraftAgreement(len(drafts), int((drafts == picked[1:]).sum()), whole)
+        agreement = _agreement(spec, backbone, heads[0], source, out, picked[1:], record)
     parity = Parity(len(ids), record.worst, record.where, TOLERANCE)
     promise = Numerics("near-tie" if first_difference else "exact", _EXACT_ROWS, first_difference)
     return Check(parity, promise, agreement)
+
+
+def _agreement(
+    spec: ModelSpec,
+    backbone: Path,
+    head: Path,
+    source: Source,
+    rows: Floats,
+    picked: npt.NDArray[np.int64],
+    record: _Record,
+) -> DraftAgreement:
+    """How many first drafts are what the target picked, for the head's rows float32[rows, hidden_size]."""
+    mtp, whole = spec.mtp, None
+    assert mtp is not None
+    if mtp.own_head:
+        drafts = choices(head, source, "mtp.head", rows, record.compare)
+        drafts = source("mtp.ids")[drafts] if mtp.has_table else drafts
+    else:
+        drafts = choices(backbone, source, "head", rows, record.compare)
+    if mtp.draft_ids == "first":
+        whole = int((choices(backbone, source, "head", rows, record.compare) == picked).sum())
+    return DraftAgreement(len(drafts), int((drafts == picked).sum()), whole)

@@ -185,7 +185,7 @@ def _summary(built: Built) -> str:
         cost, weights = manifest.quality, manifest.weights
         lines.append(
             f"quality: {weights.target} weights, {weights.mtp} draft head, {weights.head} vocabulary: perplexity "
-            f"{cost.perplexity:.3f} ({cost.perplexity_fp32:.3f} in float32), {cost.agreed} of {cost.rows} greedy "
+            f"{cost.perplexity:.5g} ({cost.perplexity_fp32:.5g} in float32), {cost.agreed} of {cost.rows} greedy "
             f"choices those of float32 ({cost.agreed / cost.rows:.0%})"
         )
     for name, made in manifest.backends.items():
