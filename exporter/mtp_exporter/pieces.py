@@ -35,6 +35,11 @@ class Backbone:
         self._graph, self._folder = lower(without_head(ir.load(path)), accuracy).graph, path.parent
         self._spec, self._limits = spec, limits
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether products have weights in blocks, which another accuracy computes differently."""
+        return any(node.op_type == "MatMulNBits" for node in self._graph)
+
     def embed(self, ids: npt.NDArray[np.int64]) -> Floats:
         """float32[1, rows, hidden_size] for int64[rows]."""
         piece = open_piece(self._graph, [names.INPUT_IDS], [names.residual(0)], self._folder)

@@ -315,3 +315,13 @@ def test_a_head_does_not_follow_a_second_prompt(partial: Opened) -> None:
     sequences.prefill(np.array([PROMPT]), drafting=True)
     with pytest.raises(ContractError, match="reset the sequences first"):
         sequences.prefill(np.array([PROMPT]), drafting=True)
+
+
+def test_a_retry_that_failed_leaves_nobody_inactive(partial: Opened) -> None:
+    """Memory is reused, and sequences that a retry had left out would emit nothing."""
+    sequences = partial.torch().sequences()
+    prompt = np.array([PROMPT])
+    want = [int(sequences.prefill(prompt, drafting=True)[0]), *sequences.cycle(2).emitted[0]]
+    sequences._cycler._active.fill_(False)
+    sequences.reset()
+    assert [int(sequences.prefill(prompt, drafting=True)[0]), *sequences.cycle(2).emitted[0]] == want

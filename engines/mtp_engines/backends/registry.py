@@ -40,6 +40,8 @@ def open_engine(bundle: Bundle, options: EngineOptions | None = None) -> Engine:
     try:
         opener: Opener = import_module(_OPENERS[name]).open_bundle_here
     except ImportError as error:
+        if (error.name or "mtp_").startswith("mtp_"):
+            raise  # A fault of ours, which no installation mends.
         raise BundleError(
             f"The backend {backend} on {device} needs the package {error.name}, which is not installed. Install it "
             f"with `pip install 'mtp-export[{_EXTRAS.get(backend, backend)}]'`, or run the bundle with --backend "

@@ -50,6 +50,7 @@ class Cycler:
         self._pending.copy_(torch.from_numpy(pending))
         self._emitted[:, 0] = self._pending
         self._observed.fill_(1)
+        self._active.fill_(True)  # A cycle before may have ended in its retry.
         if tap is not None:
             self._tap[:, 0] = tap
 
