@@ -25,6 +25,8 @@ BACKBONE = f"{GRAPHS}/backbone.onnx"
 WEIGHTS = f"{GRAPHS}/weights.data"
 ENGINES = "engines"
 """What backends build from the graphs; each directory in it has a list of its own."""
+MEASURED = "measured"
+"""What a machine measured of the bundle to run it better; may be removed at any time."""
 _SUFFIX = ".partial"
 _NEW_MANIFEST = f".{MANIFEST_FILE}{_SUFFIX}"
 _SMALL = 64 << 20
@@ -158,7 +160,7 @@ def _foreign_files(out: Path) -> list[str]:
     except BundleError:
         return []
     found = (path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file())
-    return [name for name in found if name not in known and not name.startswith(f"{ENGINES}/")]
+    return [name for name in found if name not in known and not name.startswith((f"{ENGINES}/", f"{MEASURED}/"))]
 
 
 def open_bundle(directory: Path, *, thorough: bool = False) -> Bundle:

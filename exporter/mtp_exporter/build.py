@@ -14,6 +14,7 @@ import onnx_ir as ir
 from mtp_engines import bundle as bundles
 from mtp_engines.contracts.manifest import (
     SCHEMA_VERSION,
+    DraftVocabulary,
     Limits,
     Manifest,
     Numerics,
@@ -26,6 +27,8 @@ from mtp_engines.errors import BuildError, BundleError
 from mtp_exporter.backends import check_backend, with_backend
 from mtp_exporter.check import Check, check_graphs
 from mtp_exporter.checkpoint import COPIED
+from mtp_exporter.draft_cost import STEPS, time_draft_step
+from mtp_exporter.draft_vocabulary import Wish, choose_draft_vocabulary, untimed
 from mtp_exporter.end_tokens import end_tokens
 from mtp_exporter.graphs import backbone_graph, mtp_graph
 from mtp_exporter.options import BuildOptions, check_options
@@ -86,7 +89,8 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
         report.note(text)
     if not (prepared.directory / "tokenizer.json").is_file():
         report.note("the checkpoint has no tokenizer.json: the bundle will take and give token ids, no text")
-    manifest = _manifest(options, prepared, out)
+    prepared, vocabulary = _with_draft_vocabulary(options, prepared, report)
+    manifest = replace(_manifest(options, prepared, out), draft_vocabulary=vocabulary)
     if not manifest.end_tokens:
         report.note("no end token was found: only a limit or a stop text will end a generation")
     if reusable := _reusable(out, manifest, prepared):
@@ -96,6 +100,20 @@ def build(options: BuildOptions, reporter: Reporter | None = None) -> Built:
         report.note(f"the engines in {out} were built from other graphs and go when the new bundle takes its place")
     built = _write(out, manifest, prepared, report)
     return _for_backend(built, options, prepared, report)
+
+
+def _with_draft_vocabulary(
+    options: BuildOptions, prepared: Prepared, report: Reporter
+) -> tuple[Prepared, DraftVocabulary | None]:
+    if options.draft_vocab is None:
+        return prepared, None
+    wish = Wish(options.draft_vocab, options.draft_vocab_text, {token.id for token in end_tokens(prepared.checkpoint)})
+    if sizes := [path.stat().st_size for path in wish.texts if path.is_file()]:
+        report.phase("tokens of the text", sum(sizes), "B")
+    chosen = choose_draft_vocabulary(prepared, wish, options.formats, report.advance)
+    if chosen.note:
+        report.note(chosen.note)
+    return chosen.prepared, chosen.vocabulary
 
 
 def _for_backend(built: Built, options: BuildOptions, prepared: Prepared, report: Reporter) -> Built:
@@ -144,6 +162,10 @@ def _build_in(directory: Path, out: Path, manifest: Manifest, prepared: Prepared
     stored = prepared.stored(manifest.weights)
     check = check_graphs(manifest.model, manifest.limits, backbone, heads, stored, ids, report.advance)
     _warn(check, report)
+    vocabulary = manifest.draft_vocabulary
+    if vocabulary is not None:
+        report.phase("draft step", STEPS, " steps")
+        vocabulary = time_draft_step(manifest.model, manifest.limits, backbone, heads[0], vocabulary, report.advance)
     complete = replace(
         manifest,
         source_digest=checkpoint.digest(digests),
@@ -151,6 +173,7 @@ def _build_in(directory: Path, out: Path, manifest: Manifest, prepared: Prepared
         numerics=check.numerics,
         draft_agreement=check.agreement,
         quality=_quality(manifest, backbone, prepared, report),
+        draft_vocabulary=vocabulary,
     )
     report.phase("digests", sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()), "B")
     return Built(out, bundles.publish(directory, out, complete, report.advance), False)
@@ -235,6 +258,8 @@ def _reusable(out: Path, wanted: Manifest, prepared: Prepared) -> Manifest | Non
         return None
     same = ("model", "limits", "weights", "versions", "end_tokens")
     if any(getattr(found, name) != getattr(wanted, name) for name in same):
+        return None
+    if untimed(found.draft_vocabulary) != wanted.draft_vocabulary:
         return None
     digests = {role: prepared.source.digest(role) for role in prepared.distinct(wanted.weights)}
     return found if found.source_digest == prepared.checkpoint.digest(digests) else None

@@ -116,6 +116,6 @@ def _agreement(
         drafts = source("mtp.ids")[drafts] if mtp.has_table else drafts
     else:
         drafts = choices(backbone, source, "head", rows, record.compare)
-    if mtp.draft_ids == "first":
+    if mtp.kind == "mtp" and mtp.draft_vocab_size is not None:
         whole = int((choices(backbone, source, "head", rows, record.compare) == picked).sum())
     return DraftAgreement(len(drafts), int((drafts == picked).sum()), whole)

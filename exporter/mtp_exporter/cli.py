@@ -11,16 +11,28 @@ import click
 from tqdm import tqdm
 
 from mtp_engines.command import run_command
+from mtp_engines.contracts.manifest import Manifest
 from mtp_exporter.backends import BACKENDS, PRECISIONS, BackendOptions
 from mtp_exporter.blocks import FORMATS
 from mtp_exporter.build import DRAFT_TOKENS, Built, Reporter, build
 from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
 from mtp_exporter.compare_text import as_lines, as_report
+from mtp_exporter.draft_vocabulary import Size
 from mtp_exporter.inspect import inspect_checkpoint
 from mtp_exporter.inspect_text import as_text
 from mtp_exporter.options import BuildOptions
 from mtp_exporter.prepare import HiddenTap, Ingredients
 from mtp_exporter.resolve import resolve
+
+
+class _Size(click.ParamType[Size]):
+    """A number or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Size:
+        """The number, or the word."""
+        return "auto" if value == "auto" else int(click.INT.convert(value, param, ctx))
 
 
 @click.group("mtp-export", context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,7 +54,13 @@ def group() -> None:
 @click.option("--mtp-from", help="Checkpoint to take the MTP head from, if this one lost it.")
 @click.option("--draft-model", help="Separate draft (EAGLE) that becomes the head of the bundle.")
 @click.option("--hidden-tap", type=click.Choice(["post-norm", "pre-norm"]), help="Hidden state that the head is fed.")
-@click.option("--draft-vocab", type=int, help="Ids that an MTP head drafts from, the first ones.  [default: all]")
+@click.option("--draft-vocab", type=_Size(), help="Ids that an MTP head drafts from: a number or auto.  [default: all]")
+@click.option(
+    "--draft-vocab-text",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Text whose most frequent tokens these are; repeatable.  [default: the first ids]",
+)
 @click.option("--no-mtp", is_flag=True, help="Leave the MTP head out.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="onnxruntime", show_default=True, help="What runs it.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where it runs.  [default: cpu for onnxruntime]")
@@ -68,7 +86,8 @@ def build_command(
     mtp_from: str | None,
     draft_model: str | None,
     hidden_tap: HiddenTap | None,
-    draft_vocab: int | None,
+    draft_vocab: Size | None,
+    draft_vocab_text: tuple[Path, ...],
     no_mtp: bool,
     **backend: Any,
 ) -> None:
@@ -90,6 +109,7 @@ def build_command(
         draft_model=draft_model,
         hidden_tap=hidden_tap,
         draft_vocab=draft_vocab,
+        draft_vocab_text=draft_vocab_text,
         backend=BackendOptions(**backend),
     )
     with _Bars() as bars:
@@ -181,6 +201,7 @@ def _summary(built: Built) -> str:
             )
     else:
         lines.append("acceptance: no MTP head")
+    lines += _draft_vocabulary(manifest)
     if manifest.quality:
         cost, weights = manifest.quality, manifest.weights
         lines.append(
@@ -194,3 +215,27 @@ def _summary(built: Built) -> str:
         lines.append(f"{name}: {made.precision}, {made.products} products, rows {tested}")
     lines.append(f"bundle: {built.directory}")
     return "\n".join(lines)
+
+
+def _draft_vocabulary(manifest: Manifest) -> list[str]:
+    """Which ids the head drafts from, what of a text they hold, and what a draft costs with all and with these."""
+    found, mtp = manifest.draft_vocabulary, manifest.model.mtp
+    if found is None or mtp is None:
+        return []
+    size, whole = f"{mtp.draft_vocab_size:,}", f"{manifest.model.vocab_size:,}"
+    share = f"{found.held / max(found.text_tokens, 1):.2%}"
+    if found.origin == "text":
+        ids = (
+            f"{size} of {whole} ids, the most frequent of a text of {found.text_tokens:,} tokens; the list from one "
+            f"half of it holds {share} of the other"
+        )
+    elif found.text_tokens:
+        ids = f"the first {size} of {whole} ids, which hold {share} of {found.text_tokens:,} tokens of English text"
+    else:
+        ids = f"the first {size} of {whole} ids"
+    step, before = found.step, found.step_whole
+    cost = f"{before.weight_bytes / 1e6:,.1f} MB of weights with all ids, {step.weight_bytes / 1e6:,.1f} MB with these"
+    timed = "not timed, memory does not hold both heads"
+    if step.milliseconds is not None and before.milliseconds is not None:
+        timed = f"{before.milliseconds:.3g} and {step.milliseconds:.3g} ms on this CPU (medians, in turns)"
+    return [f"draft vocabulary: {ids}", f"draft step: {cost}; {timed}"]

@@ -14,7 +14,8 @@ import onnx_ir as ir
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
-from mtp_engines.errors import BuildError, CheckpointError
+from mtp_engines.errors import BuildError, BundleError, CheckpointError
+from mtp_exporter.draft_vocabulary import with_draft_ids
 from mtp_exporter.pieces import Backbone
 from mtp_exporter.prepare import Ingredients, Prepared, prepare
 from mtp_exporter.sample import sample_ids
@@ -83,7 +84,7 @@ def compare_bundle(ingredients: Ingredients, bundle: Path, rows: int = DEFAULT_R
     if rows > min(limits.max_model_len, limits.prefill_chunk):
         most = min(limits.max_model_len, limits.prefill_chunk)
         raise BuildError(f"--rows is {rows}, but this bundle runs at most {most} rows at once. Choose at most that.")
-    prepared = _fed_alike(prepare(_as_built(ingredients, spec)), spec)
+    prepared = _cut_alike(_fed_alike(prepare(_as_built(ingredients, spec)), spec), opened)
     differences = tuple(_differences(prepared.spec, spec))
     _same_shape(prepared, opened)
     ids = sample_ids(prepared.directory, spec.vocab_size, rows)
@@ -102,7 +103,7 @@ def _as_built(ingredients: Ingredients, spec: ModelSpec) -> Ingredients:
         raise BuildError(
             f"The bundle's head is a separate draft ({spec.mtp.kind}); name its directory with --draft-model."
         )
-    return replace(ingredients, draft_vocab=spec.mtp.draft_vocab_size if spec.mtp.draft_ids == "first" else None)
+    return ingredients
 
 
 def _fed_alike(prepared: Prepared, spec: ModelSpec) -> Prepared:
@@ -111,6 +112,20 @@ def _fed_alike(prepared: Prepared, spec: ModelSpec) -> Prepared:
     if ours is None or theirs is None or {ours.kind, theirs.kind} != {"mtp"}:
         return prepared
     return replace(prepared, spec=replace(prepared.spec, mtp=replace(ours, taps=theirs.taps)))
+
+
+def _cut_alike(prepared: Prepared, bundle: Bundle) -> Prepared:
+    """The description with the draft vocabulary of the bundle, whose ids then say which rows to compare."""
+    mtp = bundle.manifest.model.mtp
+    if mtp is None or mtp.kind != "mtp" or mtp.draft_vocab_size is None:
+        return prepared
+    ids = _table(bundle.mtp[0]) if mtp.has_table else np.arange(mtp.draft_vocab_size)
+    if ids[0] < 0 or ids[-1] >= prepared.spec.vocab_size or (np.diff(ids) < 1).any():
+        raise BundleError(
+            f"The ids of the draft vocabulary in {bundle.directory} do not rise from 0 up to at most "
+            f"{prepared.spec.vocab_size - 1}, as a build writes them. Build the bundle again."
+        )
+    return with_draft_ids(prepared, ids)
 
 
 def _differences(ours: ModelSpec, theirs: ModelSpec) -> Iterator[str]:
@@ -163,10 +178,14 @@ def _pairs(prepared: Prepared, bundle: Bundle, ids: npt.NDArray[np.int64]) -> It
 
 def _table_pair(head: Path, expected: npt.NDArray[np.int64]) -> Pair:
     """The ids of a reduced vocabulary, as one row of ones with a two wherever they differ."""
+    ones = np.ones((1, len(expected)))
+    return Pair("ids of the draft vocabulary", ones + (_table(head) != expected), ones)
+
+
+def _table(head: Path) -> npt.NDArray[np.int64]:
     table = ir.load(head).graph.initializers["mtp.ids"].const_value
     assert table is not None
-    ones = np.ones((1, len(expected)))
-    return Pair("ids of the draft vocabulary", ones + (table.numpy() != expected), ones)
+    return np.asarray(table.numpy(), np.int64)
 
 
 def _measure(pair: Pair) -> StageResult:

@@ -10,6 +10,7 @@ from mtp_engines.contracts.manifest import WeightFormat, WeightFormats
 from mtp_engines.errors import BuildError
 from mtp_exporter.backends import BackendOptions
 from mtp_exporter.blocks import FORMATS
+from mtp_exporter.draft_vocabulary import Size
 from mtp_exporter.prepare import HiddenTap, Ingredients
 
 MAX_DRAFT_TOKENS = 15
@@ -34,7 +35,8 @@ class BuildOptions:
         mtp_from: checkpoint to take the head from, if this one lost it.
         draft_model: directory of a separate draft (EAGLE) that becomes the bundle's head.
         hidden_tap: which hidden state an MTP head is fed; None takes what its family was trained on.
-        draft_vocab: how many ids an MTP head drafts from, the first ones; None for all.
+        draft_vocab: how many ids an MTP head drafts from, or `auto`; None for all.
+        draft_vocab_text: texts whose most frequent tokens these are; empty for the first ids.
         backend: what `mtp-run` opens the bundle with unless it is told otherwise, and what is built for that.
     """
 
@@ -50,7 +52,8 @@ class BuildOptions:
     mtp_from: str | None = None
     draft_model: str | None = None
     hidden_tap: HiddenTap | None = None
-    draft_vocab: int | None = None
+    draft_vocab: Size | None = None
+    draft_vocab_text: tuple[Path, ...] = ()
     backend: BackendOptions = field(default_factory=BackendOptions)
 
     @property
@@ -62,7 +65,7 @@ class BuildOptions:
     @property
     def ingredients(self) -> Ingredients:
         """Where the parts come from."""
-        return Ingredients(self.model, self.mtp, self.mtp_from, self.draft_model, self.hidden_tap, self.draft_vocab)
+        return Ingredients(self.model, self.mtp, self.mtp_from, self.draft_model, self.hidden_tap)
 
 
 def check_options(options: BuildOptions) -> None:
@@ -76,6 +79,11 @@ def check_options(options: BuildOptions) -> None:
         raise BuildError(
             f"--draft-tokens is {options.draft_tokens}, expected 1 to {MAX_DRAFT_TOKENS}. To build without "
             "speculation, use --no-mtp."
+        )
+    if options.draft_vocab_text and options.draft_vocab is None:
+        raise BuildError(
+            "--draft-vocab-text says which ids --draft-vocab takes, and that is missing. Add --draft-vocab with a "
+            "number or auto."
         )
     if not 1 <= options.max_batch_size <= MAX_BATCH_SIZE:
         raise BuildError(f"--max-batch-size is {options.max_batch_size}, expected 1 to {MAX_BATCH_SIZE}.")

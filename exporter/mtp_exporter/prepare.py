@@ -19,7 +19,6 @@ from mtp_exporter.families.description import (
     Claimed,
     ClaimedTensor,
     Description,
-    Need,
     Wanted,
     claim,
     differing_copies,
@@ -42,7 +41,6 @@ class Ingredients:
         mtp_from: checkpoint to take the head from, if the target lost it.
         draft_model: directory of a separate draft (EAGLE), used in the place of the target's own head.
         hidden_tap: which hidden state the target's own head is fed; None takes what its family was trained on.
-        draft_vocab: how many ids the target's own head drafts from, the first ones; None for all.
     """
 
     model: str
@@ -50,7 +48,6 @@ class Ingredients:
     mtp_from: str | None = None
     draft_model: str | None = None
     hidden_tap: HiddenTap | None = None
-    draft_vocab: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,31 +104,7 @@ def prepare(ingredients: Ingredients) -> Prepared:
         notes += said
     elif ingredients.hidden_tap is not None and spec.mtp is None:
         raise BuildError(f"--hidden-tap {ingredients.hidden_tap} is for an MTP head, and {directory} has none.")
-    if ingredients.draft_vocab is not None:
-        spec, claimed = _with_draft_vocabulary(spec, claimed, ingredients.draft_vocab)
     return Prepared(directory, checkpoint, spec, claimed, tuple(notes))
-
-
-def _with_draft_vocabulary(spec: ModelSpec, claimed: Claimed, count: int) -> tuple[ModelSpec, Claimed]:
-    """A head that scores the first ids only. Tokenizers number frequent pieces first, so these are most of a text.
-
-    A draft costs a pass over the rows that are scored, and the verify stays whole: no token changes.
-    """
-    mtp = spec.mtp
-    if mtp is None or mtp.depth > 1 or mtp.own_head:
-        found = (
-            "no head" if mtp is None else "several trained depths" if mtp.depth > 1 else "a vocabulary head of its own"
-        )
-        raise BuildError(
-            f"--draft-vocab cuts down the vocabulary of an MTP head, and this model has {found}. Leave it out."
-        )
-    if not 1 <= count < spec.vocab_size:
-        raise BuildError(f"--draft-vocab is {count}, expected 1 to {spec.vocab_size - 1}, a part of the vocabulary.")
-    need, tensors = claimed["head"]
-    (part,) = need.parts
-    cut = Need("mtp.head", (replace(part, stop=part.start + count),), (count, *need.shape[1:]), need.transform)
-    spec = replace(spec, mtp=replace(mtp, own_head=True, draft_vocab_size=count, draft_ids="first"))
-    return spec, claimed | {"mtp.head": (cut, tensors)}
 
 
 def describe_exactly(checkpoint: Checkpoint, wanted: Wanted) -> Description:

@@ -32,17 +32,31 @@ def sample_ids(directory: Path, vocab_size: int, count: int) -> npt.NDArray[np.i
     """int64[count]: an English text, or seeded ids where the checkpoint has no tokenizer to read it, or too short."""
     tokenizer = directory / "tokenizer.json"
     if tokenizer.is_file():
-        ids = [i for i in _encode(tokenizer) if i < vocab_size]
+        ids = _encode(load_tokenizer(tokenizer))
+        ids = ids[ids < vocab_size]
         if len(ids) >= count:
-            return np.array(ids[:count], np.int64)
+            return ids[:count]
     return np.random.default_rng(0).integers(0, vocab_size, count, dtype=np.int64)
 
 
-def _encode(tokenizer: Path) -> list[int]:
+def carried_counts(directory: Path, vocab_size: int) -> npt.NDArray[np.int64]:
+    """int64[vocab_size]: how often each id is in the carried text; zeros without a tokenizer."""
+    tokenizer = directory / "tokenizer.json"
+    ids = _encode(load_tokenizer(tokenizer)) if tokenizer.is_file() else np.zeros(0, np.int64)
+    return np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+
+
+def load_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     try:
-        ids: list[int] = Tokenizer.from_file(str(tokenizer)).encode(_TEXT).ids
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises bare Exception for every kind of bad file.
-        raise CheckpointError(
-            f"{tokenizer} cannot be read by the tokenizers library: {error}. Fetch it again."
-        ) from error
-    return ids
+        raise CheckpointError(f"{file} cannot be read by the tokenizers library: {error}. Fetch it again.") from error
+
+
+def _encode(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+    return np.array(tokenizer.encode(_TEXT).ids, np.int64)

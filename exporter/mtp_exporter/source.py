@@ -47,6 +47,8 @@ class Source:
         need, tensors = self._claimed[self._prefix + role]
         if need.transform == "row_to_id":
             return _ids(need, tensors[0])[start : start + count]
+        if need.transform == "place":
+            return _places(need)[start : start + count]
         values = _float_rows(need, tensors, start, count)
         return np.float32(1) + values if need.transform == "one_plus" else values
 
@@ -99,6 +101,11 @@ def _float_rows(need: Need, tensors: tuple[StoredTensor, ...], start: int, count
         position += size
     assert position == prod(need.shape), f"the parts of {need.role} hold {position} values"
     return np.concatenate([*found, np.zeros(0, np.float32)]).reshape(count, *need.shape[1:])
+
+
+def _places(need: Need) -> npt.NDArray[np.int64]:
+    stops = (part.shape[0] if part.stop is None else part.stop for part in need.parts)
+    return np.concatenate([np.arange(part.start, stop) for part, stop in zip(need.parts, stops, strict=True)])
 
 
 def _ids(need: Need, tensor: StoredTensor) -> npt.NDArray[np.int64]:

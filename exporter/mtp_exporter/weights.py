@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from mtp_engines.contracts.manifest import WeightFormats
 from mtp_exporter.blocks import bits_of, quantise
-from mtp_exporter.families.description import Need
+from mtp_exporter.families.description import INTEGERS, Need
 from mtp_exporter.quantised import StoredTensor
 from mtp_exporter.source import Source, Values
 from mtp_plugins.block_weight import BLOCK
@@ -44,7 +44,7 @@ def stored_bytes(need: Need, formats: WeightFormats | None = None) -> int:
     """Bytes of a need in the weight file: float32, int64 for ids, or blocks with a float32 scale each."""
     bits = bits_of(formats or WeightFormats(), need)
     if bits is None:
-        return prod(need.shape) * (8 if need.transform == "row_to_id" else 4)
+        return prod(need.shape) * (8 if need.transform in INTEGERS else 4)
     return prod(need.shape) // BLOCK * (4 * bits + 4)
 
 
@@ -89,7 +89,7 @@ class WeightWriter:
         return self._written[key]
 
     def _add_whole(self, need: Need) -> ir.ExternalTensor:
-        dtype = ir.DataType.INT64 if need.transform == "row_to_id" else ir.DataType.FLOAT
+        dtype = ir.DataType.INT64 if need.transform in INTEGERS else ir.DataType.FLOAT
         tensor = self._reserve(need.role, dtype, need.shape, stored_bytes(need))
         for block in self._read(need):
             self._stream.write(np.ascontiguousarray(block).data)

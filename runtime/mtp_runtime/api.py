@@ -12,6 +12,7 @@ from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.engine import CycleSequences, Engine, Sequences
 from mtp_engines.errors import RequestError
+from mtp_runtime.auto import Auto, Opened
 from mtp_runtime.drafters.draft_model import open_draft_bundle
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.drafters.registry import Given, head_kind, make_drafter, own_head
@@ -20,7 +21,7 @@ from mtp_runtime.events import Event, Finished
 from mtp_runtime.loop import Parts, WholeCycles, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prompts import Prompts
-from mtp_runtime.request import Request, ids_from, request_from
+from mtp_runtime.request import AUTO, Request, ids_from, request_from
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
 from mtp_runtime.timing import TimedCycles, TimedDrafter, TimedSequences
@@ -31,6 +32,7 @@ class Model:
 
     Attributes:
         draft: the engine of the draft model, if one was loaded.
+        auto: makes the policies that choose K.
         notes: what its user should know about how the two were loaded, in sentences without a full stop.
     """
 
@@ -41,12 +43,14 @@ class Model:
         prompts: Prompts,
         draft: Engine | None = None,
         notes: tuple[str, ...] = (),
+        auto: Auto | None = None,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
         self.prompts = prompts
         self.draft = draft
         self.notes = notes
+        self.auto = auto or Auto(Opened(bundle, engine, EngineOptions()))
 
     @property
     def manifest(self) -> Manifest:
@@ -82,11 +86,13 @@ class Model:
         drafter = make_drafter(prepared.drafter, given)
         ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
         ending = Ending(prepared.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
-        policy = FixedPolicy(prepared.draft_tokens)
-        own = prepared.drafter in ("none", head_kind(self.engine.spec))
-        cycles = (
-            WholeCycles(sequences, prepared.draft_tokens > 0) if own and isinstance(sequences, CycleSequences) else None
-        )
+        own, drafts = prepared.drafter in ("none", head_kind(self.engine.spec)), prepared.draft_tokens != 0
+        cycles = WholeCycles(sequences, drafts) if own and isinstance(sequences, CycleSequences) else None
+        policy: DraftPolicy
+        if prepared.draft_tokens == AUTO:
+            policy = self.auto.policy(prepared.drafter, len(prepared.prompt), whole=cycles is not None)
+        else:
+            policy = FixedPolicy(prepared.draft_tokens)
         return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter, cycles)
 
     def complete(self, request: Request | None = None, **options: Any) -> Finished:
@@ -154,13 +160,13 @@ def load(
     prompts = Prompts(opened.directory)
     draft, note = (None, None) if draft_model is None else open_draft_bundle(Path(draft_model), opened)
     _check_all(list(requests), prompts, opened.manifest, draft is not None)
-    return Model(
-        opened,
-        open_engine(opened, options),
-        prompts,
-        None if draft is None else open_engine(draft, options),
-        () if note is None else (note,),
+    engine, notes = open_engine(opened, options), () if note is None else (note,)
+    draft_engine = None if draft is None else open_engine(draft, options)
+    auto = Auto(
+        Opened(opened, engine, options),
+        None if draft is None or draft_engine is None else Opened(draft, draft_engine, options),
     )
+    return Model(opened, engine, prompts, draft_engine, notes, auto)
 
 
 def _check_all(requests: list[Request], prompts: Prompts, manifest: Manifest, has_draft_model: bool) -> None:

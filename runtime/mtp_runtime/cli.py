@@ -20,7 +20,7 @@ from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
 from mtp_runtime.drafters.registry import DRAFTERS
 from mtp_runtime.events import Emitted, Finished
-from mtp_runtime.request import DEFAULT_NEW_TOKENS, Request, request_from, request_from_json
+from mtp_runtime.request import AUTO, DEFAULT_NEW_TOKENS, DraftTokens, Request, request_from, request_from_json
 
 _SLOW_BYTES = 256 << 20
 """Weights above this take more than a second to load."""
@@ -46,6 +46,19 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_engine
 
 
+class DraftTokensParameter(click.ParamType[DraftTokens]):
+    """A whole number, or `auto`."""
+
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DraftTokens:
+        """From the text of the command line."""
+        try:
+            return AUTO if value == AUTO else int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor 'auto'.", param, ctx)
+
+
 @click.group("mtp-run", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="mtp-export")
 def group() -> None:
@@ -59,7 +72,7 @@ def group() -> None:
 @click.option("--prompts", type=click.Path(path_type=Path), help="File with one JSON object a line.")
 @click.option("--chat", is_flag=True, help="Render the prompt with the chat template.")
 @click.option("--max-new-tokens", default=DEFAULT_NEW_TOKENS, show_default=True, help="Most tokens to generate.")
-@click.option("--draft-tokens", type=int, help="Draft tokens a cycle; 0 is plain decoding.  [default: 3]")
+@click.option("--draft-tokens", type=DraftTokensParameter(), help="Draft tokens a cycle, or auto.  [default: 3]")
 @click.option("--drafter", type=click.Choice(DRAFTERS), help="What drafts.  [default: draft model or head, if any]")
 @click.option("--draft-model", type=click.Path(path_type=Path), help="Bundle of a smaller model that drafts.")
 @click.option("--ngram-min", type=int, help="Shortest match of a lookup.  [default: 2]")
@@ -75,7 +88,7 @@ def generate(
     prompts: Path | None,
     chat: bool,
     max_new_tokens: int,
-    draft_tokens: int | None,
+    draft_tokens: DraftTokens | None,
     drafter: str | None,
     draft_model: Path | None,
     ngram_min: int | None,

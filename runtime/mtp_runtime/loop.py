@@ -60,14 +60,17 @@ def run(prompt: list[int], parts: Parts) -> Iterator[Event]:
         emitted = ending.cut([pending])
         yield Emitted(tuple(emitted), ending.text.take())
     while ending.reason is None and ending.remaining(len(emitted)) > 0:
-        chosen = parts.policy.choose(stats.cycles)
+        chosen, room = parts.policy.choose(stats.cycles), ending.remaining(len(emitted))
+        asked = min(chosen, room - 1)
         if parts.cycles is not None:
             # Always the whole K, since a captured cycle has one; what is more than may be emitted is dropped.
-            cycle, room = parts.cycles.sequences.cycle(chosen), ending.remaining(len(emitted))
+            cycle = parts.cycles.sequences.cycle(chosen)
             draft, block = cycle.draft[0][: room - 1], ending.cut(cycle.emitted[0][:room])
         else:
-            draft, block = _host_cycle(min(chosen, ending.remaining(len(emitted)) - 1), emitted[-1], parts)
-        stats.add_cycle(len(draft), _delivered(draft, block), len(block), drafter.source)
+            draft, block = _host_cycle(asked, emitted[-1], parts)
+        accepted = _delivered(draft, block)
+        parts.policy.observe(len(draft), accepted)
+        stats.add_cycle(len(draft), accepted, len(block), drafter.source, asked)
         emitted += block
         yield Emitted(tuple(block), ending.text.take())
     rest = ending.text.finish()

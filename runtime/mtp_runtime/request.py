@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
+from pydantic_core import PydanticCustomError
 
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
@@ -15,7 +16,18 @@ from mtp_runtime.drafters.choice import choose_drafter, choose_ngram
 from mtp_runtime.drafters.registry import DrafterName
 
 DEFAULT_NEW_TOKENS = 256
-DEFAULT_DRAFT_TOKENS = 3
+AUTO: Literal["auto"] = "auto"
+"""K is chosen for every cycle."""
+
+
+def _is_draft_tokens(value: object) -> object:
+    if value == AUTO or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise PydanticCustomError("draft_tokens", "expected a whole number or 'auto'")
+
+
+DraftTokens = Annotated[int | Literal["auto"], PlainValidator(_is_draft_tokens)]
+DEFAULT_DRAFT_TOKENS: DraftTokens = 3
 
 
 @validated(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -29,7 +41,8 @@ class Request:
         id: echoed in results.
         chat: render `prompt` as one user message.
         max_new_tokens: most tokens to emit; fewer fit if the context ends first.
-        draft_tokens: K; None takes 3, or the bundle's limit if that is smaller; 0 is plain decoding.
+        draft_tokens: K; None takes 3, or the bundle's limit if that is smaller; 0 is plain decoding; `auto` chooses for
+            every cycle what should bring the most tokens a second, 0 included.
         drafter: what proposes the draft: the bundle's own head by its kind (`mtp`, `eagle`, `eagle3`), `draft-model`
             (a second bundle, loaded with the first), `ngram` (prompt lookup), one of these with `+ngram` (the lookup
             where it finds something, the other otherwise) or `none`; None takes the draft model if one was loaded,
@@ -48,7 +61,7 @@ class Request:
     id: str | int | None = None
     chat: bool = False
     max_new_tokens: int = DEFAULT_NEW_TOKENS
-    draft_tokens: int | None = None
+    draft_tokens: DraftTokens | None = None
     drafter: DrafterName | None = None
     ngram_min: int | None = None
     ngram_max: int | None = None
@@ -143,14 +156,14 @@ class Prepared:
     Attributes:
         prompt: its token ids.
         drafter: the name of what drafts; `none` if K is 0.
-        draft_tokens: K.
+        draft_tokens: K, or `auto`.
         ngram: shortest and longest match of a lookup.
         limit: most tokens to emit.
     """
 
     prompt: list[int]
     drafter: str
-    draft_tokens: int
+    draft_tokens: DraftTokens
     ngram: tuple[int, int]
     limit: int
 
@@ -190,19 +203,23 @@ def check(request: Request, prompt: list[int], manifest: Manifest, has_draft_mod
     return Prepared(prompt, drafter if draft_tokens else "none", draft_tokens, ngram, min(room, request.max_new_tokens))
 
 
-def _draft_tokens(request: Request, drafter: str, manifest: Manifest) -> int:
-    wanted, limit = request.draft_tokens, manifest.limits.max_draft_tokens
-    if request.drafter == "none" and wanted:
+def _draft_tokens(request: Request, drafter: str, manifest: Manifest) -> DraftTokens:
+    asked, limit = request.draft_tokens, manifest.limits.max_draft_tokens
+    wanted = DEFAULT_DRAFT_TOKENS if asked is None else asked
+    if wanted == AUTO:
+        # Where nothing can be drafted, the best K is 0.
+        return AUTO if limit and drafter != "none" else 0
+    if request.drafter == "none" and asked:
         raise RequestError(f"drafter is 'none', but draft_tokens is {wanted}; use 0, or another drafter.")
     if drafter == "none":
-        if wanted:
+        if asked:
             raise RequestError(
                 f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0, the drafter "
                 "'ngram', or a draft model."
             )
         return 0
-    if wanted is None:
-        return min(DEFAULT_DRAFT_TOKENS, limit)
+    if asked is None:
+        return min(wanted, limit)
     if not 0 <= wanted <= limit:
         raise RequestError(
             f"draft_tokens is {wanted}, this bundle was built for 0 to {limit}. Choose within, or build it again with "

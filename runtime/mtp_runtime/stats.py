@@ -28,6 +28,7 @@ class Stats:
         reached_by_position: cycles that proposed draft[i] and kept every draft before it.
         accepted_by_position: cycles that kept draft[i].
         emitted_histogram: emitted tokens in a cycle -> number of such cycles.
+        draft_tokens_chosen: K -> number of cycles that were to draft so many; a drafter may have proposed fewer.
         drafter: the name of the drafter; None if a tool brought its own, or if several generations differ.
         drafted_by_source: `drafted` by the name of what made the draft; a lookup before another has two.
         accepted_by_source: `accepted` in the same way.
@@ -41,13 +42,14 @@ class Stats:
     reached_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     emitted_histogram: dict[int, int] = field(default_factory=dict)
+    draft_tokens_chosen: dict[int, int] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
     drafter: str | None = None
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
-    def add_cycle(self, drafted: int, accepted: int, emitted: int, source: str = "") -> None:
-        """Count one cycle; `source` made its draft."""
+    def add_cycle(self, drafted: int, accepted: int, emitted: int, source: str = "", chosen: int | None = None) -> None:
+        """Count one cycle; `source` made its draft, of which `chosen` tokens were asked for; None: as many as came."""
         self.cycles += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -63,7 +65,9 @@ class Stats:
             counts.extend([0] * (longest - len(counts)))
             for position in range(number):
                 counts[position] += 1
-        self.emitted_histogram[emitted] = self.emitted_histogram.get(emitted, 0) + 1
+        asked = drafted if chosen is None else chosen
+        for histogram, value in ((self.emitted_histogram, emitted), (self.draft_tokens_chosen, asked)):
+            histogram[value] = histogram.get(value, 0) + 1
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON. Rates are None where nothing was proposed.
@@ -80,7 +84,8 @@ class Stats:
             "accepted": self.accepted,
             "accepted_by_position": kept,
             "proposed_by_position": proposed,
-            "emitted_histogram": {str(length): count for length, count in sorted(self.emitted_histogram.items())},
+            "emitted_histogram": _by_number(self.emitted_histogram),
+            "draft_tokens_chosen": _by_number(self.draft_tokens_chosen),
             "acceptance_rate": _ratio(self.accepted, self.drafted),
             "acceptance_by_position": [_ratio(k, n) for k, n in zip(kept, proposed, strict=True)],
             "conditional_by_position": [_ratio(k, n) for k, n in zip(kept, self.reached_by_position, strict=True)],
@@ -105,13 +110,17 @@ def merge(parts: list[Stats]) -> Stats:
             ours.extend([0] * (len(theirs) - len(ours)))
             for position, count in enumerate(theirs):
                 ours[position] += count
-        for name in ("emitted_histogram", "drafted_by_source", "accepted_by_source"):
+        for name in ("emitted_histogram", "draft_tokens_chosen", "drafted_by_source", "accepted_by_source"):
             sums = getattr(total, name)
             for key, count in getattr(part, name).items():
                 sums[key] = sums.get(key, 0) + count
         for name, value in vars(part.seconds).items():
             setattr(total.seconds, name, getattr(total.seconds, name) + value)
     return total
+
+
+def _by_number(histogram: dict[int, int]) -> dict[str, int]:
+    return {str(number): count for number, count in sorted(histogram.items())}
 
 
 def _ratio(part: int, whole: int) -> float | None:

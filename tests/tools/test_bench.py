@@ -18,6 +18,7 @@ import pytest
 
 from mtp_engines.bundle import open_bundle
 from mtp_engines.command import run_command as run_in_process
+from mtp_engines.costs import CycleCosts
 from mtp_engines.engine import Floats, Ids, Sequences
 from mtp_runtime import Model
 from mtp_runtime.stats import Stats
@@ -26,7 +27,7 @@ from mtp_tools.bench.answers import Answer, CycleTime, Task, answer
 from mtp_tools.bench.cases import PLAIN, Case, acceptances_from, cases_of, widths_from
 from mtp_tools.bench.forcing import Script
 from mtp_tools.bench.measuring import Plan, WrongTokensError, measure, rotated
-from mtp_tools.bench.plot import lines_of
+from mtp_tools.bench.plot import levels_of, lines_of
 from mtp_tools.bench.sizes import sizes_of, step_bytes
 from mtp_tools.bench.summary import Spread, figures_of, shares, summarise
 from mtp_tools.verify.runs import CommitsEverything
@@ -84,6 +85,8 @@ class CountsHeadCalls(CommitsEverything):
 
 def test_plain_decoding_is_always_first_and_only_once() -> None:
     assert cases_of([0, 2], []) == [PLAIN, Case(2)]
+    assert cases_of([0, "auto"], [0.5]) == [PLAIN, Case("auto", 0.5)]
+    assert widths_from("0,2,auto") == [0, 2, "auto"]
     assert cases_of([2, 1], [1.0, 0.5]) == [PLAIN, Case(2, 1.0), Case(1, 1.0), Case(2, 0.5), Case(1, 0.5)]
 
 
@@ -94,6 +97,8 @@ def test_plain_decoding_is_always_first_and_only_once() -> None:
         (widths_from, "", "''"),
         (widths_from, "1,-1", "-1"),
         (widths_from, "1,2,1", "names 1 twice"),
+        (widths_from, "auto,1,auto", "names auto twice"),
+        (widths_from, "1,often", "'1,often'"),
         (acceptances_from, "1.5", "1.5"),
         (acceptances_from, "nan", "nan"),
         (acceptances_from, "0.5;1", "'0.5;1'"),
@@ -182,8 +187,13 @@ def test_every_case_leads_a_round_and_the_warm_up_is_not_counted(model: Model, m
     assert lines[0] == "warm-up is done"
 
 
-@pytest.mark.parametrize("case", [Case(3), Case(3, 0.0), Case(2, 0.5)])
-def test_control_a_faulty_engine_is_refused_and_an_honest_one_is_not(model: Model, case: Case) -> None:
+@pytest.mark.parametrize("case", [Case(3), Case(3, 0.0), Case(2, 0.5), Case("auto", 0.5)])
+def test_control_a_faulty_engine_is_refused_and_an_honest_one_is_not(
+    model: Model, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where drafts cost nothing, `auto` drafts.
+    free = CycleCosts(verify=(1.0,) * 4, draft=(0.0,) * 3, catch_up=0.0, commit=0.0)
+    monkeypatch.setattr(model.auto, "costs", lambda *_, **__: free)
     measure(model, plan(case), no_bandwidth)
     with refused(f"K = {case.draft_tokens}", "differs from plain decoding at token", error=WrongTokensError):
         measure(model, plan(case, wrap=CommitsEverything), no_bandwidth)
@@ -392,6 +402,35 @@ def test_the_json_line_has_everything_and_no_name_of_the_machine(bundle: Path, t
     assert done.stdout.startswith("| drafts | K |")
 
 
+def test_auto_is_a_case_with_the_costs_that_it_knew(bundle: Path, tmp_path: Path) -> None:
+    shares = ["--draft-tokens", "1,auto", "--force-accept", "1"]
+    result = run_json([str(bundle), *SMALL, *shares], tmp_path / "o")
+    assert [case["draft_tokens"] for case in result["cases"]] == [0, 1, "auto"]
+    (auto,) = (case["stats"]["draft_tokens_chosen"] for case in result["cases"] if case["draft_tokens"] == "auto")
+    assert sum(auto.values()) == result["cases"][2]["stats"]["cycles"]
+    assert len(result["cycle_costs_s"]["verify"]) == 4
+    assert result["memory"]["states_bytes"] == sizes_of(open_bundle(bundle), 18, 3).states, "K may be the largest"
+    assert "--draft-tokens 1,auto" in result["command"]
+    fixed = run_json([str(bundle), *SMALL, "--draft-tokens", "1"], tmp_path / "o")
+    assert fixed["cycle_costs_s"] is None, "control: a fixed K knows none"
+
+
+def test_the_acceptance_that_the_build_measured_is_not_expected_of_forced_drafts(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    honest = model.auto.policy
+
+    def remembers(*arguments: Any, measured: bool, **options: Any) -> Any:
+        asked.append(measured)
+        return honest(*arguments, measured=measured, **options)
+
+    monkeypatch.setattr(model.auto, "policy", remembers)
+    for case in (Case("auto"), Case("auto", 0.5)):
+        measure(model, plan(case), no_bandwidth)
+    assert asked == [True, True, False, False], "the warm-up and one round each"
+
+
 def test_a_bundle_with_a_tokenizer_gets_text_of_the_asked_length(tmp_path: Path) -> None:
     tokenizer = tinytext_tokenizer([*"abcdefghijklmnopqrstuvwxyzATIW .,:\n"])
     checkpoint = partial_checkpoint(tmp_path / "c", tokenizer=tokenizer)
@@ -431,6 +470,8 @@ def test_a_bundle_without_a_head_is_measured_plain_and_refused_with_drafts(tmp_p
     out = build_bundle(partial_checkpoint(tmp_path / "c"), tmp_path / "b", mtp=False)
     with refused("asks for 3", "without an MTP head"):
         run_json([str(out), *SMALL], tmp_path / "o")
+    with refused("asks for auto", "without an MTP head"):
+        run_json([str(out), *SMALL, "--draft-tokens", "0,auto"], tmp_path / "o")
     result = run_json([str(out), *SMALL, "--draft-tokens", "0"], tmp_path / "o")
     assert [case["draft_tokens"] for case in result["cases"]] == [0]
 
@@ -459,10 +500,21 @@ def test_every_acceptance_is_a_line_that_begins_at_plain_decoding() -> None:
     assert list(lines_of(rows_of())) == ["plain decoding"]
 
 
+def test_auto_has_no_k_and_is_drawn_as_a_level() -> None:
+    rows = rows_of(Case(1, 0.5), Case("auto", 0.5), Case("auto", 1.0))
+    lines = lines_of(rows)
+    assert {label: line[0] for label, line in lines.items()} == {
+        "forced acceptance 0.5": [0, 1],
+        "forced acceptance 1": [0],
+    }
+    assert levels_of(rows) == pytest.approx({"forced acceptance 0.5": 2 / 3, "forced acceptance 1": 0.5})
+    assert levels_of(rows_of(Case(1))) == {}, "control: a fixed K is none"
+
+
 def test_a_picture_is_written(bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
     picture = tmp_path / "out.png"
-    cli.bench.main([str(bundle), *SMALL, "--draft-tokens", "1", "--plot", str(picture)], standalone_mode=False)
+    cli.bench.main([str(bundle), *SMALL, "--draft-tokens", "1,auto", "--plot", str(picture)], standalone_mode=False)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

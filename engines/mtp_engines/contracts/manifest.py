@@ -129,6 +129,34 @@ class DraftAgreement:
     accepted_whole: int | None = None
 
 
+@dataclass(frozen=True)
+class DraftStep:
+    """One draft token: bytes of weights that it reads, and its median time where it was measured, on the CPU."""
+
+    weight_bytes: int
+    milliseconds: float | None = None
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """How a head was cut down to a part of the vocabulary.
+
+    Attributes:
+        origin: `ranks`: the first ids; `text`: the most frequent tokens of a text, then the first ids.
+        text_tokens: tokens of that text, or of the one that the exporter carries; 0 without a tokenizer.
+        held: how many of them are among the ids. Of a text of the user's, each half is held against the list that
+            comes from the other half.
+        step: with these ids.
+        step_whole: with the whole vocabulary.
+    """
+
+    origin: Literal["ranks", "text"]
+    text_tokens: int
+    held: int
+    step: DraftStep
+    step_whole: DraftStep
+
+
 @validated(frozen=True, config=_STRICT)
 class Manifest:
     """Everything that a runtime needs to know before it opens a graph."""
@@ -151,6 +179,8 @@ class Manifest:
     versions: dict[str, str]
     backends: dict[str, BackendBuild] = field(default_factory=dict)
     """By backend and device, as in `torch-cuda`."""
+    draft_vocabulary: DraftVocabulary | None = None
+    """None where the head drafts from the whole vocabulary, or from a draft's own."""
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property

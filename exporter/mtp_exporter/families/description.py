@@ -11,9 +11,12 @@ from mtp_engines.errors import CheckpointError
 from mtp_exporter.checkpoint import Checkpoint, same_values
 from mtp_exporter.quantised import StoredTensor, Unsupported
 
-Transform = Literal["none", "one_plus", "row_to_id"]
+Transform = Literal["none", "one_plus", "row_to_id", "place"]
 """`one_plus` turns a zero-centred norm weight w into the gain 1 + w, in float32; `row_to_id` turns an offset
-table int64[rows] into ids, row + offset."""
+table int64[rows] into ids, row + offset; `place` takes no values: int64, where each row of the parts lies in its
+tensor."""
+INTEGERS: tuple[Transform, ...] = ("row_to_id", "place")
+"""Transforms that give int64."""
 
 
 @dataclass(frozen=True)

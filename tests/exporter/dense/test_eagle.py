@@ -223,6 +223,9 @@ class Now:
     def choose(self, cycle: int) -> int:
         return self.counts[cycle % len(self.counts)]
 
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_cycles_without_drafts_leave_the_head_as_it_should_be(partial: Pairs, name: str) -> None:

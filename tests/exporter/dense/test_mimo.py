@@ -203,6 +203,9 @@ class Now:
     def choose(self, cycle: int) -> int:
         return self._counts[cycle % len(self._counts)]
 
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
 
 @pytest.mark.parametrize("name", PARTIAL)
 @pytest.mark.parametrize("prompt", [[50], PROMPT], ids=["one token", "three tokens"])

@@ -10,10 +10,12 @@ from mtp_engines.engine import CycleSequences, Floats, Ids, Sequences
 from mtp_runtime.api import Model
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.drafters.registry import head_kind
 from mtp_runtime.ending import Ending
 from mtp_runtime.events import Finished
 from mtp_runtime.loop import Parts, WholeCycles, run
-from mtp_runtime.policy import FixedPolicy
+from mtp_runtime.policy import DraftPolicy, FixedPolicy
+from mtp_runtime.request import AUTO
 from mtp_runtime.stats import Seconds, Stats
 from mtp_runtime.text import TextStream
 from mtp_runtime.timing import Clock, TimedCycles, TimedDrafter, TimedSequences, timed
@@ -78,20 +80,33 @@ def answer(model: Model, task: Task, case: Case, clock: Clock = time.perf_counte
     sequences = task.wrap(inner) if task.wrap else inner
     cycles = None
     if isinstance(sequences, CycleSequences) and not task.host_loop:
-        cycles = WholeCycles(TimedCycles(sequences, stats.seconds, clock), case.draft_tokens > 0)
+        cycles = WholeCycles(TimedCycles(sequences, stats.seconds, clock), case.draft_tokens != 0)
     parts = Parts(
         prefill=TimedSequences(sequences, stats.seconds, ("prefill", "prefill"), clock),
         sequences=TimedSequences(sequences, stats.seconds, clock=clock),
         drafter=TimedDrafter(
             _drafter(model, task, case, TimedHead(sequences, heads, clock=clock)), stats.seconds, clock
         ),
-        policy=FixedPolicy(case.draft_tokens),
+        policy=_policy(model, task, case, whole=cycles is not None),
         ending=Ending(task.new_tokens, (), TextStream(model.prompts.tokenizer, ())),
         stats=stats,
         prefill_chunk=model.engine.limits.prefill_chunk,
         cycles=cycles,
     )
     return _timed_answer(task.prompt, parts, heads, clock)
+
+
+def _policy(model: Model, task: Task, case: Case, *, whole: bool) -> DraftPolicy:
+    if case.draft_tokens != AUTO:
+        return FixedPolicy(case.draft_tokens)
+    # What the build measured of the head says nothing of forced drafts.
+    measured = case.acceptance is None
+    return model.auto.policy(head_of(model), len(task.prompt), whole=whole, measured=measured)
+
+
+def head_of(model: Model) -> str:
+    """The name of the drafter that is measured."""
+    return head_kind(model.engine.spec) or "none"
 
 
 class TimedHead(TimedSequences):

@@ -10,8 +10,9 @@ import click
 
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
+from mtp_runtime.request import AUTO, DraftTokens
 
-Value = TypeVar("Value", int, float)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -19,32 +20,41 @@ class Case:
     """One way to decode.
 
     Attributes:
-        draft_tokens: K; 0 is plain decoding.
+        draft_tokens: K; 0 is plain decoding, `auto` lets the policy choose.
         acceptance: share of right tokens among the drafts of every position that is reached; None leaves the
             drafts of the head as they are.
     """
 
-    draft_tokens: int
+    draft_tokens: DraftTokens
     acceptance: float | None = None
+
+    def most_draft_tokens(self, manifest: Manifest) -> int:
+        """The largest K that may come."""
+        return manifest.limits.max_draft_tokens if self.draft_tokens == AUTO else self.draft_tokens
 
 
 PLAIN = Case(0)
 """The baseline of every benchmark."""
 
 
-def cases_of(widths: Sequence[int], acceptances: Sequence[float]) -> list[Case]:
+def cases_of(widths: Sequence[DraftTokens], acceptances: Sequence[float]) -> list[Case]:
     """Plain decoding first, whether or not `widths` has 0, then by acceptance and K."""
     rates: Sequence[float | None] = acceptances or [None]
     return [PLAIN, *(Case(width, rate) for rate in rates for width in widths if width)]
 
 
-def widths_from(text: str) -> list[int]:
-    """Values of K from a list with commas.
+def widths_from(text: str) -> list[DraftTokens]:
+    """Values of K, and `auto`, from a list with commas.
 
     Raises:
         UsageError: anything else, a value below 0, or one that is named twice.
     """
-    return _list(text, "--draft-tokens", int, "whole numbers from 0 on", lambda value: value >= 0)
+    expected = "whole numbers from 0 on, or auto,"
+    return _list(text, "--draft-tokens", _width, expected, lambda value: value == AUTO or int(value) >= 0)
+
+
+def _width(text: str) -> DraftTokens:
+    return AUTO if text.strip() == AUTO else int(text)
 
 
 def acceptances_from(text: str | None) -> list[float]:
@@ -79,10 +89,11 @@ def require_served(cases: Sequence[Case], longest_prompt: int, new_tokens: int, 
     Raises:
         RequestError: no head, a K beyond the bundle, or more tokens than its context holds.
     """
-    limits, most = manifest.limits, max(case.draft_tokens for case in cases)
-    if most and manifest.model.mtp is None:
+    limits, most = manifest.limits, max(case.most_draft_tokens(manifest) for case in cases)
+    asked = AUTO if any(case.draft_tokens == AUTO for case in cases) else most
+    if asked and manifest.model.mtp is None:
         raise RequestError(
-            f"--draft-tokens asks for {most}, but this bundle was built without an MTP head; use --draft-tokens 0, or "
+            f"--draft-tokens asks for {asked}, but this bundle was built without an MTP head; use --draft-tokens 0, or "
             "build it from a checkpoint that has one."
         )
     if most > limits.max_draft_tokens:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import click
 
 from mtp_engines.backends.options import EngineOptions
 from mtp_engines.bundle import open_bundle
+from mtp_engines.engine import CycleSequences
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model
 from mtp_runtime.cli import bundle_argument, engine_options, find_bundle, open_model
 from mtp_runtime.prompts import Prompts
+from mtp_runtime.request import AUTO
 from mtp_tools.bench import machine
+from mtp_tools.bench.answers import head_of
 from mtp_tools.bench.cases import acceptances_from, cases_of, require_served, widths_from
 from mtp_tools.bench.measuring import Measured, Plan, measure
 from mtp_tools.bench.plot import draw, require_matplotlib
@@ -76,7 +79,9 @@ class Asked:
 
 @click.command()
 @bundle_argument
-@click.option("--draft-tokens", default="0,1,2,3", show_default=True, help="Values of K; 0 is always measured.")
+@click.option(
+    "--draft-tokens", default="0,1,2,3", show_default=True, help="Values of K, and auto; 0 is always measured."
+)
 @click.option("--force-accept", help="Shares of right drafts, such as 1.0,0.7,0.  [default: the head's own drafts]")
 @click.option("--prompts", type=click.Path(path_type=Path), help="File with one JSON object a line.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), help="Tokens of a made-up prompt.  [default: 128]")
@@ -125,13 +130,15 @@ def run_bench(asked: Asked) -> tuple[dict[str, Any], list[Row]]:
     bandwidth = machine.ReadBandwidth(threads or physical)
     measured = measure(model, plan, bandwidth, lambda line: print(line, file=sys.stderr, flush=True))
     rows = summarise(measured.rounds)
-    sizes = sizes_of(opened, given.longest + plan.new_tokens, max(case.draft_tokens for case in plan.cases))
+    most = max(case.most_draft_tokens(opened.manifest) for case in plan.cases)
+    sizes = sizes_of(opened, given.longest + plan.new_tokens, most)
     memory = Memory(before, loaded, measured.peak_bytes, sizes).as_dict()
     found = None if threads is None else _roofline(model, measured, plan, bandwidth)
     result = _settings(asked, given, model, threads, load) | {
         "tokens_sha256": tokens_sha256(measured, plan),
         "memory": memory,
         "roofline": found,
+        "cycle_costs_s": cycle_costs(model, plan),
         "cases": [case_dict(row) for row in rows],
     }
     for line in (*speed_table(rows), "", *counts_table(rows), ""):
@@ -166,6 +173,15 @@ def _settings(asked: Asked, given: Given, model: Model, threads: int | None, loa
             "load_before": load,
         },
     }
+
+
+def cycle_costs(model: Model, plan: Plan) -> dict[str, Any] | None:
+    """What the policy knows of this machine; None if K was fixed in all cases."""
+    found = [case for case in plan.cases if case.draft_tokens == AUTO]
+    if not found:
+        return None
+    whole = isinstance(model.engine.sequences(), CycleSequences) and not plan.host_loop
+    return asdict(model.auto.costs(head_of(model), whole=whole))
 
 
 def _roofline(model: Model, measured: Measured, plan: Plan, bandwidth: machine.ReadBandwidth) -> dict[str, Any]:

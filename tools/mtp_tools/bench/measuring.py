@@ -36,6 +36,11 @@ class Plan:
     seed: int
     wrap: Wrap | None = None
 
+    @property
+    def host_loop(self) -> bool:
+        """Whether the host runs the cycles: drafts are forced somewhere, and all cases have to be comparable."""
+        return any(case.acceptance is not None for case in self.cases)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -96,9 +101,8 @@ def rotated(cases: Sequence[Case], number: int) -> list[Case]:
 
 
 def _task(plan: Plan, prompt: list[int], continuation: Sequence[int]) -> Task:
-    host_loop = any(case.acceptance is not None for case in plan.cases)
     # The continuation that all are compared with comes from an engine without a fault.
-    return Task(prompt, continuation, plan.new_tokens, plan.seed, host_loop, plan.wrap if continuation else None)
+    return Task(prompt, continuation, plan.new_tokens, plan.seed, plan.host_loop, plan.wrap if continuation else None)
 
 
 def _require_equal(model: Model, case: Case, number: int, plain: Sequence[int], ours: Sequence[int]) -> None:

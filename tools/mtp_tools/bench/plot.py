@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mtp_engines.errors import RequestError
+from mtp_runtime.request import AUTO
 from mtp_tools.bench.cases import PLAIN
 from mtp_tools.bench.summary import Row
 
@@ -34,16 +35,21 @@ def lines_of(rows: Sequence[Row]) -> dict[str, Line]:
     for row in rows:
         if row.case == PLAIN:
             continue
-        rate = row.case.acceptance
-        label = "drafts of the head" if rate is None else f"forced acceptance {rate:g}"
-        line = lines.setdefault(label, ([], [], [], []))
+        line = lines.setdefault(_label(row), ([], [], [], []))
         for point in (row,) if line[0] else (plain, row):
+            if point.case.draft_tokens == AUTO:
+                continue  # It has no K to stand at: a level.
             speed = point.figures["decode_tokens_per_s"]
             line[0].append(point.case.draft_tokens)
             line[1].append(speed.median)
             line[2].append(speed.median - speed.least)
             line[3].append(speed.greatest - speed.median)
     return lines or {"plain decoding": _plain_line(plain)}
+
+
+def levels_of(rows: Sequence[Row]) -> dict[str, float]:
+    """Label of a line -> median of the policy `auto`."""
+    return {_label(row): row.figures["decode_tokens_per_s"].median for row in rows if row.case.draft_tokens == AUTO}
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
@@ -58,9 +64,12 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    levels = levels_of(rows)
     for label, (widths, medians, below, above) in lines_of(rows).items():
-        axes.errorbar(widths, medians, yerr=[below, above], marker="o", capsize=3, label=label)
-    axes.set_xticks(sorted({row.case.draft_tokens for row in rows}))
+        drawn = axes.errorbar(widths, medians, yerr=[below, above], marker="o", capsize=3, label=label)
+        if label in levels:
+            axes.axhline(levels[label], linestyle="--", color=drawn.lines[0].get_color(), label=f"auto, {label}")
+    axes.set_xticks(sorted(row.case.draft_tokens for row in rows if row.case.draft_tokens != AUTO))
     axes.set_xlabel("K, draft tokens a cycle")
     axes.set_ylabel("tokens/s of decoding: median, least, greatest")
     axes.set_ylim(bottom=0)
@@ -70,6 +79,11 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
         figure.savefig(file, format="png", dpi=150)
     except OSError as error:
         raise RequestError(f"{file} cannot be written: {error.strerror}. Choose another --plot.") from error
+
+
+def _label(row: Row) -> str:
+    rate = row.case.acceptance
+    return "drafts of the head" if rate is None else f"forced acceptance {rate:g}"
 
 
 def _plain_line(plain: Row) -> Line:

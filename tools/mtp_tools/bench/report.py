@@ -13,7 +13,10 @@ from mtp_tools.bench.sizes import Sizes, StepBytes
 from mtp_tools.bench.summary import PARTS, Row, Spread, shares, spread, step_seconds
 
 _SPEED = "drafts | K | prefill tok/s | decode tok/s | against plain | draft ms | verify ms | commit ms | Python us"
-_COUNTS = "drafts | K | accepted / drafted | kept of proposed, by position | emitted a cycle | cycles by emitted tokens"
+_COUNTS = (
+    "drafts | K | accepted / drafted | kept of proposed, by position | emitted a cycle | cycles by emitted tokens | "
+    "cycles by K"
+)
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,12 @@ def counts_table(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         stats = row.stats
         positions = " / ".join(f"{rate:.2f}" for rate in stats["acceptance_by_position"])
-        histogram = ", ".join(f"{length}: {count}" for length, count in stats["emitted_histogram"].items())
+        emitted, chosen = (
+            ", ".join(f"{number}: {count}" for number, count in stats[name].items())
+            for name in ("emitted_histogram", "draft_tokens_chosen")
+        )
         counts = f"{stats['accepted']} / {stats['drafted']}" if stats["drafted"] else ""
-        yield f"| {_name(row)} | {counts} | {positions} | {stats['emitted_per_cycle']:.2f} | {histogram} |"
+        yield f"| {_name(row)} | {counts} | {positions} | {stats['emitted_per_cycle']:.2f} | {emitted} | {chosen} |"
 
 
 def memory_line(memory: dict[str, Any]) -> str:
