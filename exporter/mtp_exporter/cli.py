@@ -13,7 +13,6 @@ from tqdm import tqdm
 from mtp_engines.command import run_command
 from mtp_engines.contracts.manifest import Manifest
 from mtp_exporter.backends import BACKENDS, PRECISIONS, BackendOptions
-from mtp_exporter.blocks import FORMATS
 from mtp_exporter.build import DRAFT_TOKENS, Built, Reporter, build
 from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
 from mtp_exporter.compare_text import as_lines, as_report
@@ -23,6 +22,7 @@ from mtp_exporter.inspect_text import as_text
 from mtp_exporter.options import BuildOptions
 from mtp_exporter.prepare import HiddenTap, Ingredients
 from mtp_exporter.resolve import resolve
+from mtp_exporter.stored_formats import FORMATS
 
 
 class _Size(click.ParamType[Size]):

@@ -31,14 +31,14 @@ class Backbone:
     """The lowered backbone of a bundle, run in pieces."""
 
     def __init__(self, path: Path, spec: ModelSpec, limits: Limits, accuracy: int = WIDE) -> None:
-        """`accuracy` of products with weights in blocks."""
+        """`accuracy` of products with matrices of integers."""
         self._graph, self._folder = lower(without_head(ir.load(path)), accuracy).graph, path.parent
         self._spec, self._limits = spec, limits
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether products have weights in blocks, which another accuracy computes differently."""
-        return any(node.op_type == "MatMulNBits" for node in self._graph)
+        """Whether products have matrices of integers, which another accuracy computes differently."""
+        return any(node.op_type in ("MatMulNBits", "MatMulIntegerToFloat") for node in self._graph)
 
     def embed(self, ids: npt.NDArray[np.int64]) -> Floats:
         """float32[1, rows, hidden_size] for int64[rows]."""

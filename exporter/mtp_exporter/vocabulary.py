@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
-from mtp_engines.lowering.products import WIDE, Matrix, matrix_of, product
+from mtp_engines.lowering.products import WIDE, Matrix, Products, matrix_of
 from mtp_exporter.source import Source
 from mtp_exporter.trace import Pair
 from mtp_plugins.graph import CONTRIB, GraphBuilder
@@ -58,8 +58,8 @@ def _block_model(matrix: Matrix, width: int, start: int, rows: int) -> ir.Model:
     g = GraphBuilder("head block")
     hidden = g.input(names.HIDDEN, "float32", ["rows", width])
     parts = [_rows(value, start, rows) for value in matrix.tensors]
-    block = Matrix(tuple(g.initializer(str(part.name), part) for part in parts), matrix.bits)
-    g.output(names.LOGITS, product(g, hidden, block, axis=0, accuracy=WIDE), "float32", ["rows", rows])
+    block = Matrix(tuple(g.initializer(str(part.name), part) for part in parts), matrix.storage)
+    g.output(names.LOGITS, Products(WIDE).add(g, hidden, block, axis=0), "float32", ["rows", rows])
     return g.model(domains=[CONTRIB])
 
 

@@ -14,10 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from mtp_engines.contracts.manifest import WeightFormats
-from mtp_exporter.blocks import bits_of, quantise
+from mtp_exporter.blocks import four_bits
 from mtp_exporter.families.description import INTEGERS, Need
 from mtp_exporter.quantised import StoredTensor
+from mtp_exporter.rotated import eight_bits
 from mtp_exporter.source import Source, Values
+from mtp_exporter.stored_formats import format_of, is_gathered
 from mtp_plugins.block_weight import BLOCK
 
 _PAGE = 4096
@@ -34,18 +36,32 @@ class Blocks:
 
     blocks: ir.ExternalTensor
     scales: ir.ExternalTensor
-    bits: int
 
 
-Stored = ir.ExternalTensor | Blocks
+@dataclass(frozen=True)
+class Rotated:
+    """A matrix that is stored as rotated integers; see `mtp_plugins.rotated_weight`.
+
+    `values` are uint8[columns, rows] as products read them, or with `by_rows` uint8[rows, columns].
+    """
+
+    values: ir.ExternalTensor
+    scales: ir.ExternalTensor
+    columns: int
+    by_rows: bool
+
+
+Stored = ir.ExternalTensor | Blocks | Rotated
 
 
 def stored_bytes(need: Need, formats: WeightFormats | None = None) -> int:
-    """Bytes of a need in the weight file: float32, int64 for ids, or blocks with a float32 scale each."""
-    bits = bits_of(formats or WeightFormats(), need)
-    if bits is None:
-        return prod(need.shape) * (8 if need.transform in INTEGERS else 4)
-    return prod(need.shape) // BLOCK * (4 * bits + 4)
+    """Bytes of a need in the weight file: float32, int64 for ids, or integers with float32 scales."""
+    kind = format_of(formats or WeightFormats(), need)
+    if kind == "int8":
+        return prod(need.shape) + 4 * need.shape[0]
+    if kind == "int4":
+        return prod(need.shape) // 2 + prod(need.shape) // BLOCK * 4
+    return prod(need.shape) * (8 if need.transform in INTEGERS else 4)
 
 
 def shared_key(need: Need, tensors: tuple[StoredTensor, ...]) -> object:
@@ -84,8 +100,11 @@ class WeightWriter:
         """
         key = shared_key(need, self._source.tensors(need.role))
         if key not in self._written:
-            bits = bits_of(self._formats, need)
-            self._written[key] = self._add_whole(need) if bits is None else self._add_blocks(need, bits)
+            kind = format_of(self._formats, need)
+            if kind == "int8":
+                self._written[key] = self._add_rotated(need)
+            else:
+                self._written[key] = self._add_blocks(need) if kind == "int4" else self._add_whole(need)
         return self._written[key]
 
     def _add_whole(self, need: Need) -> ir.ExternalTensor:
@@ -96,24 +115,47 @@ class WeightWriter:
             self._progress(block.nbytes)
         return tensor
 
-    def _add_blocks(self, need: Need, bits: int) -> Blocks:
-        """Blocks first and their scales behind them, written side by side."""
+    def _add_blocks(self, need: Need) -> Blocks:
         rows, count = need.shape[0], need.shape[1] // BLOCK
-        size = rows * count * 4 * bits
-        blocks = self._reserve(f"{need.role}.blocks", ir.DataType.UINT8, (rows, count, 4 * bits), size)
-        self._stream.truncate(self._stream.tell() + size)
+        blocks, scales = self._reserve_pair(need, "blocks", (rows, count, BLOCK // 2), (rows, count))
+        self._write_pairs(blocks, scales, map(four_bits, self._read(need)))
+        return Blocks(blocks, scales)
+
+    def _add_rotated(self, need: Need) -> Rotated:
+        rows, columns = need.shape
+        by_rows = is_gathered(need)
+        shape = (rows, columns) if by_rows else (columns, rows)
+        values, scales = self._reserve_pair(need, "values", shape, (rows,))
+        pairs: Iterator[tuple[Values, Values]] = map(eight_bits, self._read(need))
+        if not by_rows:
+            # A byte for each weight: a fraction of what one block takes as floats, but for the widest matrices.
+            whole = list(pairs)
+            pairs = iter([(np.concatenate([part for part, _ in whole]).T, np.concatenate([part for _, part in whole]))])
+        self._write_pairs(values, scales, pairs)
+        return Rotated(values, scales, columns, by_rows)
+
+    def _reserve_pair(
+        self, need: Need, name: str, shape: tuple[int, ...], scales: tuple[int, ...]
+    ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+        """Room for uint8 integers and, behind them, their scales."""
+        integers = self._reserve(f"{need.role}.{name}", ir.DataType.UINT8, shape, prod(shape))
+        self._stream.truncate(self._stream.tell() + prod(shape))
         self._stream.seek(0, os.SEEK_END)
-        scales = self._reserve(f"{need.role}.scales", ir.DataType.FLOAT, (rows, count), rows * count * 4)
-        places = [self._place(blocks), self._place(scales)]
-        for read in self._read(need):
-            for index, values in enumerate(quantise(read, bits)):
+        return integers, self._reserve(f"{need.role}.scales", ir.DataType.FLOAT, scales, 4 * prod(scales))
+
+    def _write_pairs(
+        self, integers: ir.ExternalTensor, scales: ir.ExternalTensor, pairs: Iterator[tuple[Values, Values]]
+    ) -> None:
+        """Write both side by side."""
+        places = [self._place(integers), self._place(scales)]
+        for pair in pairs:
+            for index, values in enumerate(pair):
                 data = np.ascontiguousarray(values).data
                 self._stream.seek(places[index])
                 self._stream.write(data)
                 self._progress(data.nbytes)
                 places[index] += data.nbytes
         self._stream.seek(0, os.SEEK_END)
-        return Blocks(blocks, scales, bits)
 
     def _read(self, need: Need) -> Iterator[Values]:
         """The values of a need in blocks, whose digest is kept."""

@@ -15,6 +15,8 @@ from mtp_plugins import (
     latent_attention,
     paged_attention,
     paged_kv_append,
+    rotated_rows,
+    rotated_weight,
     routed_experts,
     skinny_product,
 )
@@ -35,6 +37,8 @@ OPERATORS: dict[str, Operator] = {
         latent_attention.OPERATOR,
         paged_attention.OPERATOR,
         paged_kv_append.OPERATOR,
+        rotated_rows.OPERATOR,
+        rotated_weight.OPERATOR,
         routed_experts.OPERATOR,
         skinny_product.OPERATOR,
     )

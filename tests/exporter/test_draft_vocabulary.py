@@ -209,7 +209,7 @@ def read_by_a_draft(bundle: Bundle, *, all_experts: bool = False) -> int:
         if isinstance(tensor, ir.ExternalTensor) and value.name != "mtp.ids":
             uses = {use.node.op_type for use in value.uses()}
             rows = tensor.shape.numpy()[0]
-            read = 1 if uses <= {"Gather", "BlockRows"} else rows
+            read = 1 if uses <= {"Gather", "BlockRows", "RotatedRows"} else rows
             if uses == {"RoutedExperts"} and not all_experts:
                 mlp = bundle.manifest.model.mtp.layers[0].mlp  # type: ignore[union-attr]
                 assert isinstance(mlp, MoeSpec)

@@ -1,8 +1,10 @@
-"""Bundles with weights in blocks: still exact, measured, and no larger than they say."""
+"""Bundles with matrices of integers: still exact, measured, and no larger than they say."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from mtp_engines.contracts.manifest import Manifest, WeightFormats
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering import products
 from mtp_exporter import BuildOptions, build, weights
-from mtp_exporter.blocks import bits_of
 from mtp_exporter.families.description import Need
+from mtp_exporter.stored_formats import format_of
 from mtp_runtime import load
 from mtp_tools.verify.checks import checks
 from tests.support import build_refused, refused, run_command
@@ -65,8 +67,8 @@ def test_whole_weights_have_no_quality_to_measure(bundles: dict[WeightFormats, P
 def test_a_bundle_is_as_small_as_its_blocks(bundles: dict[WeightFormats, Path]) -> None:
     sizes = {formats: (path / WEIGHTS).stat().st_size for formats, path in bundles.items()}
     whole = sizes[WeightFormats()]
-    # 8 bits and a scale for 32 values: 9 bits of 32; 4 bits and a scale: 5 of 32. Small tensors stay whole.
-    assert sizes[FORMATS[0]] / whole == pytest.approx(9 / 32, rel=0.25)
+    # 8 bits of 32; 4 bits and a scale for 32 values: 5 of 32. Small tensors stay whole.
+    assert sizes[FORMATS[0]] / whole == pytest.approx(8 / 32, rel=0.25)
     assert sizes[FORMATS[1]] / whole == pytest.approx(5 / 32, rel=0.4)
     assert sizes[FORMATS[1]] < sizes[FORMATS[2]] < sizes[FORMATS[0]] * 1.5
 
@@ -98,25 +100,46 @@ def test_the_same_formats_reuse_a_bundle_and_others_do_not(bundles: dict[WeightF
 
 def test_matrices_that_decide_stay_whole() -> None:
     formats = FORMATS[1]
-    assert bits_of(formats, Need("layers.0.mlp.up", "up", (64, 64))) == 4
-    assert bits_of(formats, Need("mtp.layer.mlp.up", "up", (64, 64))) == 4
+    assert format_of(formats, Need("layers.0.mlp.up", "up", (64, 64))) == "int4"
+    assert format_of(formats, Need("mtp.layer.mlp.up", "up", (64, 64))) == "int4"
     for role in ("layers.0.mixer.a", "layers.0.mixer.b", "layers.0.mlp.router", "layers.0.mlp.shared_gate"):
-        assert bits_of(formats, Need(role, "x", (64, 64))) is None
-    assert bits_of(formats, Need("layers.0.mlp.up", "up", (64, 40))) is None, "columns that are no multiple of 32"
-    assert bits_of(formats, Need("layers.0.input_norm", "norm", (64,))) is None
-    assert bits_of(WeightFormats("fp32", "fp32", "int8"), Need("embedding", "e", (64, 64))) == 8
+        assert format_of(formats, Need(role, "x", (64, 64))) == "fp32"
+    assert format_of(formats, Need("layers.0.mlp.up", "up", (64, 40))) == "fp32", "columns that are no multiple of 32"
+    assert format_of(formats, Need("layers.0.input_norm", "norm", (64,))) == "fp32"
+    assert format_of(WeightFormats("fp32", "fp32", "int8"), Need("embedding", "e", (64, 64))) == "int8"
 
 
-def test_control_blocks_that_are_written_wrong_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise = weights.quantise
+Rounding = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
-    def swapped(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-        blocks, scales = quantise(rows, bits)
-        return blocks >> 4 | blocks << 4, scales
 
-    monkeypatch.setattr(weights, "quantise", swapped)
+def nibbles_swapped(blocks: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return blocks >> 4 | blocks << 4, scales
+
+
+def scales_of_the_next_row(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return values, np.roll(scales, 1)
+
+
+def columns_of_a_run_in_another_order(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.roll(values, 1, axis=1), scales
+
+
+@pytest.mark.parametrize(
+    ("formats", "name", "fault"),
+    [
+        (FORMATS[1], "four_bits", nibbles_swapped),
+        (FORMATS[0], "eight_bits", scales_of_the_next_row),
+        (FORMATS[0], "eight_bits", columns_of_a_run_in_another_order),
+    ],
+    ids=["nibbles", "scales", "columns"],
+)
+def test_control_integers_that_are_written_wrong_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formats: WeightFormats, name: str, fault: Callable[..., Any]
+) -> None:
+    right: Rounding = getattr(weights, name)
+    monkeypatch.setattr(weights, name, lambda rows: fault(*right(rows)))
     with refused("disagree with a NumPy forward", error=BuildError):
-        built(tmp_path / "b", FORMATS[1])
+        built(tmp_path / "b", formats)
     assert not (tmp_path / "b").exists()
 
 

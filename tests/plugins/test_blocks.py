@@ -1,4 +1,4 @@
-"""Weights in blocks: bodies and kernels against the reference, and rows that do not depend on their number."""
+"""Weights in blocks of 4 bits: bodies and kernel against the reference, and rows that do not depend on their number."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from mtp_engines.lowering.products import FAST, WIDE, Matrix, product
-from mtp_exporter.blocks import quantise
+from mtp_engines.lowering.products import FAST, WIDE, Matrix, Products
+from mtp_exporter.blocks import four_bits
 from mtp_plugins.block_rows.reference import block_rows
 from mtp_plugins.block_weight.reference import block_weight, integers
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder
 from mtp_plugins.registry import OPERATORS
 
 ROWS, COLUMNS = 70, 96
-BITS = (8, 4)
 
 
 def matrix(seed: int = 0, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
@@ -41,48 +40,45 @@ def stored(g: GraphBuilder, blocks: np.ndarray, scales: np.ndarray) -> list[ir.V
     return values
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_bodies_equal_their_references(bits: int) -> None:
-    blocks, scales = quantise(matrix(), bits)
+def test_bodies_equal_their_references() -> None:
+    blocks, scales = four_bits(matrix())
     ids = np.array([[3, 69, 0], [3, 7, 68]])
     g = GraphBuilder("blocks")
     values = stored(g, blocks, scales)
     given = g.input("ids", "int64", ["batch", "rows"])
-    g.output("weight", g.op("BlockWeight", *values, domain=DOMAIN, bits=bits), "float32", [ROWS, COLUMNS])
-    rows = g.op("BlockRows", *values, given, domain=DOMAIN, bits=bits)
+    g.output("weight", g.op("BlockWeight", *values, domain=DOMAIN), "float32", [ROWS, COLUMNS])
+    rows = g.op("BlockRows", *values, given, domain=DOMAIN)
     g.output("rows", rows, "float32", ["batch", "rows", COLUMNS])
     session = opened(g, functions=("BlockWeight", "BlockRows"), domains=(DOMAIN,))
     weight, taken = session.run(["weight", "rows"], {"ids": ids})
-    np.testing.assert_array_equal(weight, block_weight(blocks, scales, bits))
-    np.testing.assert_array_equal(taken, block_rows(blocks, scales, ids, bits))
+    np.testing.assert_array_equal(weight, block_weight(blocks, scales))
+    np.testing.assert_array_equal(taken, block_rows(blocks, scales, ids))
     np.testing.assert_array_equal(taken, weight[ids])
 
 
-def products(bits: int, accuracy: int, seed: int = 0) -> tuple[ort.InferenceSession, np.ndarray]:
-    blocks, scales = quantise(matrix(seed), bits)
+def products(accuracy: int, seed: int = 0) -> tuple[ort.InferenceSession, np.ndarray]:
+    blocks, scales = four_bits(matrix(seed))
     g = GraphBuilder("product")
     x = g.input("x", "float32", ["batch", "rows", COLUMNS])
-    result = product(g, x, Matrix(tuple(stored(g, blocks, scales)), bits), axis=1, accuracy=accuracy)
+    result = Products(accuracy).add(g, x, Matrix(tuple(stored(g, blocks, scales)), "blocks"), axis=1)
     g.output("y", result, "float32", ["batch", "rows", ROWS])
-    return opened(g, domains=(CONTRIB,)), block_weight(blocks, scales, bits)
+    return opened(g, domains=(CONTRIB,)), block_weight(blocks, scales)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_the_kernel_takes_the_layout_of_the_blocks(bits: int) -> None:
-    session, weight = products(bits, WIDE)
+def test_the_kernel_takes_the_layout_of_the_blocks() -> None:
+    session, weight = products(WIDE)
     x = np.random.default_rng(5).standard_normal((2, 3, COLUMNS)).astype(np.float32)
     (got,) = session.run(None, {"x": x})
     np.testing.assert_allclose(got, x @ weight.T, rtol=0, atol=3e-5)
-    (fast,) = products(bits, FAST)[0].run(None, {"x": x})
+    (fast,) = products(FAST)[0].run(None, {"x": x})
     # Rows rounded to 8 bits by blocks; a wrong layout is off by as much as the values.
     assert 1e-4 < np.abs(fast - got).max() < 0.5
-    other = products(bits, WIDE, seed=1)[0].run(None, {"x": x})[0]
+    other = products(WIDE, seed=1)[0].run(None, {"x": x})[0]
     assert np.abs(other - got).max() > 5, "control: another matrix is seen"
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_rows_of_a_product_do_not_depend_on_their_number(bits: int) -> None:
-    session, _ = products(bits, FAST)
+def test_rows_of_a_product_do_not_depend_on_their_number() -> None:
+    session, _ = products(FAST)
     x = np.random.default_rng(6).standard_normal((1, 17, COLUMNS)).astype(np.float32)
     (whole,) = session.run(None, {"x": x})
     for width in (1, 2, 3, 5, 16):
@@ -90,23 +86,18 @@ def test_rows_of_a_product_do_not_depend_on_their_number(bits: int) -> None:
         np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole, err_msg=f"{width} rows")
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_no_value_is_further_off_than_half_a_step(bits: int) -> None:
+def test_scales_are_fitted() -> None:
     values = matrix(3)
-    blocks, scales = quantise(values, bits)
-    error = np.abs(block_weight(blocks, scales, bits) - values).reshape(ROWS, -1, 32)
-    steps = np.abs(scales)[..., None]
-    assert integers(blocks, bits).max() < 2**bits
-    if bits == 8:
-        assert (error <= steps * 0.5001).all()
-    # With 4 bits the ends of the range may be cut off, for less error in all.
+    blocks, scales = four_bits(values)
+    error = np.abs(block_weight(blocks, scales) - values).reshape(ROWS, -1, 32)
+    assert integers(blocks).max() < 16
+    # The ends of the range may be cut off, for less error in all.
     squares = np.square(error).mean()
-    plain = np.abs(values.reshape(ROWS, -1, 32)).max(-1, keepdims=True) / (7 if bits == 4 else 127)
-    nearest = np.clip(np.rint(values.reshape(ROWS, -1, 32) / plain), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * plain
-    assert squares <= np.square(nearest - values.reshape(ROWS, -1, 32)).mean() * (0.9 if bits == 4 else 1.001)
+    plain = np.abs(values.reshape(ROWS, -1, 32)).max(-1, keepdims=True) / 7
+    nearest = np.clip(np.rint(values.reshape(ROWS, -1, 32) / plain), -8, 7) * plain
+    assert squares <= np.square(nearest - values.reshape(ROWS, -1, 32)).mean() * 0.9
 
 
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     "values",
     [
@@ -118,8 +109,8 @@ def test_no_value_is_further_off_than_half_a_step(bits: int) -> None:
     ],
     ids=["zeros", "equal", "equal, negative", "tiny", "one great value"],
 )
-def test_blocks_of_every_kind_come_back(bits: int, values: np.ndarray) -> None:
-    got = block_weight(*quantise(values, bits), bits)
+def test_blocks_of_every_kind_come_back(values: np.ndarray) -> None:
+    got = block_weight(*four_bits(values))
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, values, rtol=1e-5, atol=2e-38)
 
@@ -135,6 +126,6 @@ def test_blocks_of_every_kind_come_back(bits: int, values: np.ndarray) -> None:
 def test_control_a_wrong_layout_is_noticed(
     fault: str, change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    blocks, scales = quantise(matrix(), 4)
-    wrong = block_weight(*change(blocks, scales), 4)
-    assert np.abs(wrong - block_weight(blocks, scales, 4)).max() > 0.1, fault
+    blocks, scales = four_bits(matrix())
+    wrong = block_weight(*change(blocks, scales))
+    assert np.abs(wrong - block_weight(blocks, scales)).max() > 0.1, fault

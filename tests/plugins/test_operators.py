@@ -31,8 +31,10 @@ TOLERANCE = 2e-5
 PAST = np.array([9, 4])
 PAGE_SIZE, PAGES, MAX_PAGES, SCALE = 4, 11, 6, 0.4
 # What decides on the device what was kept has tests of its own: test_deferred_operators.py; so has SkinnyProduct.
-# So have weights in blocks: test_blocks.py.
-HERE = sorted(set(OPERATORS) - {"Accept", "BlockRows", "BlockWeight", "DeferredConv", "DeferredDelta", "SkinnyProduct"})
+# So have matrices of integers: test_blocks.py and test_rotated.py.
+MATRICES = {"BlockRows", "BlockWeight", "RotatedRows", "RotatedWeight"}
+ELSEWHERE = {"Accept", "DeferredConv", "DeferredDelta", "SkinnyProduct"} | MATRICES
+HERE = sorted(set(OPERATORS) - ELSEWHERE)
 # Pages are for backends on a GPU, which have kernels for them; here only the bodies run.
 WITHOUT_KERNELS = {"PagedAttention", "PagedKvAppend"}
 

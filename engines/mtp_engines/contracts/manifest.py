@@ -36,7 +36,8 @@ WeightFormat = Literal["fp32", "int8", "int4"]
 class WeightFormats:
     """Format of the matrices of the target, of those of the draft head, and of embedding and vocabulary head.
 
-    `int8` and `int4` are blocks of 32 values with a scale; see `mtp_plugins.block_weight`.
+    `int8` has a scale for each row, see `mtp_plugins.rotated_weight`; `int4` one for each block of 32 values, see
+    `mtp_plugins.block_weight`.
     """
 
     target: WeightFormat = "fp32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
-from mtp_engines.lowering.products import Matrix, matrix_of, product
+from mtp_engines.lowering.products import Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
@@ -39,7 +39,7 @@ def head_model(model: ir.Model) -> ir.Model:
     vocab_size, hidden_size = matrix.shape
     g = GraphBuilder("head")
     hidden = g.input(names.HIDDEN, "float32", ["rows", hidden_size])
-    scores = product(g, hidden, own_copy(g, matrix), axis=0)
+    scores = Products().add(g, hidden, own_copy(g, matrix), axis=0)
     # ArgMax takes the first of equal values, so ties go to the lowest id everywhere.
     ids = g.op("ArgMax", scores, axis=-1, keepdims=0)
     if names.DRAFT_IDS in found:
@@ -57,7 +57,7 @@ def own_copy(g: GraphBuilder, matrix: Matrix) -> Matrix:
     for value in matrix.tensors:
         assert isinstance(value.const_value, ir.ExternalTensor)
         tensors.append(g.initializer(str(value.name), value.const_value))
-    return Matrix(tuple(tensors), matrix.bits)
+    return Matrix(tuple(tensors), matrix.storage)
 
 
 def _table(draft_ids: ir.Value) -> ir.ExternalTensor:

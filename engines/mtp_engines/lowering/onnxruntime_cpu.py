@@ -11,7 +11,7 @@ from mtp_engines.contracts import names
 from mtp_engines.lowering import rules
 from mtp_engines.lowering.caches import stored_width
 from mtp_engines.lowering.experts import routed_experts
-from mtp_engines.lowering.products import FAST, Matrix, matrix_of, product
+from mtp_engines.lowering.products import FAST, Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
@@ -24,22 +24,25 @@ _RULES: dict[str, Rule] = {
     "DeltaGate": rules.delta_gate,
     "GatedDelta": rules.gated_delta,
     "LatentAttention": rules.latent_attention,
+    "RotatedRows": rules.rotated_rows,
     "RoutedExperts": routed_experts,
 }
+_MATRICES = ("BlockWeight", "RotatedWeight")
+"""Read by the products themselves."""
 
 
 def lower(model: ir.Model, accuracy: int = FAST) -> ir.Model:
     """Replace every canonical node by kernels of ONNX Runtime; the model is changed and returned.
 
     Args:
-        accuracy: of products with weights in blocks, `FAST` or `WIDE`.
+        accuracy: of products with matrices of integers, `FAST` or `WIDE`.
     """
-    graph = model.graph
+    graph, products = model.graph, Products(accuracy)
     for node in list(graph):
         matrix = matrix_of(node) if node.op_type == "MatMul" else None
         if matrix is not None:
-            _replace(graph, node, partial(_product, matrix=matrix, accuracy=accuracy))
-        elif node.domain == DOMAIN and node.op_type != "BlockWeight":
+            _replace(graph, node, partial(_product, matrix=matrix, products=products))
+        elif node.domain == DOMAIN and node.op_type not in _MATRICES:
             _replace(graph, node, _RULES[node.op_type])
         elif node.op_type == "MatMul" and _is_headwise(node):
             _replace(graph, node, rules.headwise)
@@ -51,8 +54,10 @@ def lower(model: ir.Model, accuracy: int = FAST) -> ir.Model:
     return model
 
 
-def _product(g: GraphBuilder, node: ir.Node, matrix: Matrix, accuracy: int) -> list[ir.Value]:
-    return [product(g, node.inputs[0], matrix, axis=1, accuracy=accuracy)]
+def _product(g: GraphBuilder, node: ir.Node, matrix: Matrix, products: Products) -> list[ir.Value]:
+    x = node.inputs[0]
+    assert x is not None
+    return [products.add(g, x, matrix, axis=1)]
 
 
 def _widen_caches(graph: ir.Graph) -> None:

@@ -24,7 +24,7 @@ from mtp_engines.lowering.deferred import (
     refuse_latent_attention,
     replace,
 )
-from mtp_engines.lowering.products import Matrix, matrix_of, product
+from mtp_engines.lowering.products import Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
 
@@ -77,7 +77,9 @@ def contrib_products(model: ir.Model) -> ir.Model:
 
 
 def _product(g: GraphBuilder, node: ir.Node, matrix: Matrix) -> list[ir.Value]:
-    return [product(g, node.inputs[0], matrix, axis=1)]
+    x = node.inputs[0]
+    assert x is not None
+    return [Products().add(g, x, matrix, axis=1)]
 
 
 class _Cuda:

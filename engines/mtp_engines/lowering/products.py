@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
+from mtp_engines.lowering.integers import IntegerProducts
 from mtp_engines.lowering.rows import with_twin
 from mtp_plugins.block_weight import BLOCK
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder
 
 FAST, WIDE = 4, 0
-"""Accuracy levels of MatMulNBits: rows are rounded to 8 bits by blocks of 32, or stay float32."""
+"""Accuracy levels of MatMulNBits: rows are rounded to 8 bits by blocks of 32, or stay float32. Products of rotated
+matrices know the same two: rows rounded to 8 bits, or taken apart so that nothing is lost."""
 _LEAST_ROWS = 2
+
+Storage = Literal["whole", "blocks", "rotated columns", "rotated rows"]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix [out, in] as a graph stores it: whole, or in blocks with scales.
+    """A matrix [out, in] as a graph stores it.
 
     Attributes:
         tensors: the initializers, one or two.
-        bits: of a value in a block; None for a whole matrix.
+        storage: float32, `BlockWeight`'s blocks, or `RotatedWeight`'s integers: the columns of [out, in] in order, or,
+            for a matrix that is gathered from too, its rows.
     """
 
     tensors: tuple[ir.Value, ...]
-    bits: int | None
+    storage: Storage = "whole"
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        shape = self.tensors[-1].shape
-        assert shape is not None
-        rows, columns = (int(str(size)) for size in shape)
-        return rows, columns if self.bits is None else columns * BLOCK
+        sizes = [[int(str(size)) for size in value.shape or ()] for value in self.tensors]
+        if self.storage == "blocks":
+            return sizes[1][0], sizes[1][1] * BLOCK
+        first, second = sizes[0]
+        return (second, first) if self.storage == "rotated columns" else (first, second)
 
 
 def matrix_of(node: ir.Node) -> Matrix | None:
@@ -45,33 +52,52 @@ def matrix_of(node: ir.Node) -> Matrix | None:
     weight = producer.inputs[0]
     assert weight is not None
     source = weight.producer()
-    if source is not None and source.domain == DOMAIN and source.op_type == "BlockWeight":
-        blocks, scales = source.inputs
-        assert blocks is not None and scales is not None
-        return Matrix((blocks, scales), source.attributes["bits"].as_int())
+    if source is not None and source.domain == DOMAIN:
+        first, scales = source.inputs[:2]
+        assert first is not None and scales is not None
+        if source.op_type == "BlockWeight":
+            return Matrix((first, scales), "blocks")
+        if source.op_type == "RotatedWeight":
+            turned = first.producer()
+            if turned is None:
+                return Matrix((first, scales), "rotated columns")
+            values = turned.inputs[0]
+            assert values is not None
+            return Matrix((values, scales), "rotated rows")
     two = weight.is_initializer() and weight.shape is not None and len(weight.shape) == 2
-    return Matrix((weight,), None) if two else None
+    return Matrix((weight,)) if two else None
 
 
-def product(g: GraphBuilder, x: ir.Value | None, matrix: Matrix, axis: int, accuracy: int = FAST) -> ir.Value:
-    """x @ matrix^T.
+class Products:
+    """Adds the products of one graph."""
 
-    Args:
-        x: float32, with its rows along `axis`.
-        accuracy: `FAST` or `WIDE`, for blocks.
-    """
-    if matrix.bits is None:
-        return g.op("FusedMatMul", x, *matrix.tensors, domain=CONTRIB, transB=1)
-    if matrix.bits == 8:
-        return _blocks(g, x, matrix, accuracy)
-    # With 4 bits one row takes another kernel and rounds differently; two or more agree to the last bit.
-    rows = g.op("Shape", x, start=axis, end=axis + 1)
-    wide = with_twin(g, x, rows, g.op("Max", rows, g.constant([_LEAST_ROWS])), axis=axis)
-    return g.op("Slice", _blocks(g, wide, matrix, accuracy), g.constant([0]), rows, g.constant([axis]))
+    def __init__(self, accuracy: int = FAST) -> None:
+        """`accuracy`: `FAST` or `WIDE`, for matrices of integers."""
+        self._accuracy = accuracy
+        self._integers = IntegerProducts(exact=accuracy == WIDE)
+
+    def add(self, g: GraphBuilder, x: ir.Value, matrix: Matrix, axis: int) -> ir.Value:
+        """x @ matrix^T.
+
+        Args:
+            g: builds nodes that come after those of earlier calls.
+            x: float32, with its rows along `axis` and its columns along the next one, the last.
+        """
+        if matrix.storage == "whole":
+            return g.op("FusedMatMul", x, *matrix.tensors, domain=CONTRIB, transB=1)
+        if matrix.storage == "blocks":
+            # One row takes another kernel and rounds differently; two or more agree to the last bit.
+            rows = g.op("Shape", x, start=axis, end=axis + 1)
+            wide = with_twin(g, x, rows, g.op("Max", rows, g.constant([_LEAST_ROWS])), axis=axis)
+            return g.op("Slice", _blocks(g, wide, matrix, self._accuracy), g.constant([0]), rows, g.constant([axis]))
+        values, scales = matrix.tensors
+        if matrix.storage == "rotated rows":
+            # Folded when the session is opened.
+            values = g.op("Transpose", values, perm=[1, 0])
+        return self._integers.add(g, x, values, scales, matrix.shape[1], axis=axis)
 
 
-def _blocks(g: GraphBuilder, x: ir.Value | None, matrix: Matrix, accuracy: int) -> ir.Value:
-    assert matrix.bits is not None
+def _blocks(g: GraphBuilder, x: ir.Value, matrix: Matrix, accuracy: int) -> ir.Value:
     rows, columns = matrix.shape
     return g.op(
         "MatMulNBits",
@@ -80,7 +106,7 @@ def _blocks(g: GraphBuilder, x: ir.Value | None, matrix: Matrix, accuracy: int) 
         domain=CONTRIB,
         K=columns,
         N=rows,
-        bits=matrix.bits,
+        bits=4,
         block_size=BLOCK,
         accuracy_level=accuracy,
     )

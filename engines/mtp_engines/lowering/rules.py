@@ -12,15 +12,22 @@ from mtp_engines.lowering.rows import with_twin
 from mtp_plugins.block_rows.body import body as block_rows_body
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import CONTRIB, GraphBuilder
+from mtp_plugins.rotated_rows.body import body as rotated_rows_body
 
 LEAST_QUERY_ROWS = 2
 """One query row takes another kernel and rounds differently; two or more agree to the last bit."""
 
 
 def block_rows(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """The body: a few rows are made floats, and there is no kernel that takes both widths of blocks."""
+    """The body: a few rows are made floats."""
     inputs = [value for value in node.inputs if value is not None]
     return block_rows_body(g, inputs)
+
+
+def rotated_rows(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """The body: a few rows are made floats."""
+    inputs = [value for value in node.inputs if value is not None]
+    return rotated_rows_body(g, inputs)
 
 
 def delta_gate(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:

@@ -1,15 +1,26 @@
-"""Weights in blocks as whole float32 matrices again, for backends without kernels for blocks."""
+"""Matrices of integers as whole float32 ones again, for backends without kernels for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
+from mtp_engines.lowering.unused import drop_unused
+from mtp_plugins.block_weight import BLOCK
 from mtp_plugins.block_weight.reference import block_weight
 from mtp_plugins.graph import DOMAIN, GraphBuilder
+from mtp_plugins.rotated_weight.reference import rotated_weight, rotation
+
+Floats = npt.NDArray[np.float32]
+_MATRICES = ("BlockWeight", "RotatedWeight")
+_ROWS = ("BlockRows", "RotatedRows")
 
 
-def widen_blocks(model: ir.Model) -> ir.Model:
-    """Put the matrix in the place of its blocks, as values that are made when they are read.
+def widen_matrices(model: ir.Model) -> ir.Model:
+    """Put the matrix in the place of its integers, as values that are made when they are read.
 
     The bundle then computes with the weights that it holds, in whatever precision the backend has; its memory is
     that of whole matrices. The model is changed and returned.
@@ -17,40 +28,54 @@ def widen_blocks(model: ir.Model) -> ir.Model:
     graph = model.graph
     made: dict[str, ir.Value] = {}
     for node in list(graph):
-        if node.domain != DOMAIN or node.op_type not in ("BlockWeight", "BlockRows"):
+        if node.domain != DOMAIN or node.op_type not in _MATRICES + _ROWS:
             continue
         weight = _weight(graph, made, node)
-        if node.op_type == "BlockWeight":
+        if node.op_type in _MATRICES:
             ir.convenience.replace_all_uses_with(node.outputs[0], weight)
             graph.remove(node, safe=True)
         else:
             builder = GraphBuilder("rows")
             with builder.scope(str(node.name)):
-                rows = builder.op("Gather", weight, node.inputs[2], axis=0)
+                rows = builder.op("Gather", weight, node.inputs[-1], axis=0)
             ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, node.outputs, [rows])
-    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
-        del graph.initializers[name]
-    for identifier in [key for key in model.functions if key[1] in ("BlockWeight", "BlockRows")]:
+    drop_unused(graph)
+    for identifier in [key for key in model.functions if key[1] in _MATRICES + _ROWS]:
         del model.functions[identifier]
     return model
 
 
 def _weight(graph: ir.Graph, made: dict[str, ir.Value], node: ir.Node) -> ir.Value:
-    """The matrix of a node as an initializer; nodes over the same blocks share it."""
-    blocks, scales = node.inputs[0], node.inputs[1]
-    assert blocks is not None and scales is not None
-    assert blocks.const_value is not None and scales.const_value is not None and scales.shape is not None
-    name = str(blocks.name).removesuffix(".blocks")
+    """The matrix of a node as an initializer; nodes over the same integers share it."""
+    stored, scales = node.inputs[0], node.inputs[1]
+    assert stored is not None and scales is not None
+    turned = stored.producer()
+    if turned is not None:  # A matrix that is gathered from too lies by rows, and is transposed for products.
+        stored = turned.inputs[0]
+        assert stored is not None
+    assert stored.const_value is not None and scales.const_value is not None
+    name = str(stored.name).rsplit(".", 1)[0]
     if name not in made:
-        bits = node.attributes["bits"].as_int()
-        sources = (blocks.const_value, scales.const_value)
-
-        def read() -> ir.TensorProtocol:
-            return ir.Tensor(block_weight(sources[0].numpy(), sources[1].numpy(), bits), name=name)
-
-        rows, count = (int(str(size)) for size in scales.shape)
-        shape = ir.Shape([rows, 32 * count])
-        tensor = ir.LazyTensor(read, ir.DataType.FLOAT, shape, name=name)
+        by_rows = turned is not None or node.op_type in _ROWS
+        read, sizes = _reading(node.op_type, stored.const_value, scales.const_value, by_rows)
+        shape = ir.Shape(sizes)
+        tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), ir.DataType.FLOAT, shape, name=name)
         made[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape, const_value=tensor)
         graph.register_initializer(made[name])
     return made[name]
+
+
+def _reading(
+    kind: str, stored: ir.TensorProtocol, scales: ir.TensorProtocol, by_rows: bool
+) -> tuple[Callable[[], Floats], list[int]]:
+    """How the floats are made, and how many rows and columns there are."""
+    first, second = stored.shape.numpy()[:2]
+    if kind in ("BlockWeight", "BlockRows"):
+        return lambda: block_weight(stored.numpy(), scales.numpy()), [first, BLOCK * second]
+    rows, columns = (first, second) if by_rows else (second, first)
+
+    def read() -> Floats:
+        values = stored.numpy()
+        return rotated_weight(values.T if by_rows else values, scales.numpy(), rotation(columns))
+
+    return read, [rows, columns]

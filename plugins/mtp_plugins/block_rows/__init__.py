@@ -1,4 +1,4 @@
-"""BlockRows: some rows of a matrix that is stored as blocks of small integers."""
+"""BlockRows: some rows of a matrix that is stored as blocks of 4-bit integers."""
 
 from mtp_plugins.block_rows.body import body
 from mtp_plugins.operator import Operator
@@ -8,7 +8,6 @@ OPERATOR = Operator(
     inputs=("blocks", "scales", "ids"),
     outputs=("rows",),
     body=body,
-    attributes=("bits",),
 )
 """Inputs: blocks and scales as BlockWeight takes them; ids int64[...]. Output: float32[..., columns], the rows at ids.
 The matrix is never made whole: an embedding has hundreds of thousands of rows."""

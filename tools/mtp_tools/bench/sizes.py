@@ -84,7 +84,7 @@ def _read(value: ir.Value, spec: ModelSpec) -> int:
     size = int(tensor.nbytes)
     kinds = {use.node.op_type for use in value.uses()}
     first = tensor.shape.numpy()[0]
-    if kinds <= {"Gather", "BlockRows"}:  # An embedding that is not the vocabulary head too.
+    if kinds <= {"Gather", "BlockRows", "RotatedRows"}:  # An embedding that is not the vocabulary head too.
         return size // first
     if kinds == {"RoutedExperts"}:
         mlp = spec.layers[int(str(value.name).split(".")[1])].mlp

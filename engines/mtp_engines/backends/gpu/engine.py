@@ -22,7 +22,7 @@ from mtp_engines.errors import RequestError
 from mtp_engines.lowering.heads import without_head
 from mtp_engines.lowering.precision import Precision, to_precision
 from mtp_engines.lowering.standard import head_standard
-from mtp_engines.lowering.widen import widen_blocks
+from mtp_engines.lowering.widen import widen_matrices
 
 Lowering = Callable[[ir.Model], ir.Model]
 
@@ -58,7 +58,7 @@ def lower_graphs(
     """
 
     def load(path: Path) -> ir.Model:
-        return to_precision(widen_blocks(canonical.load(path)), precision)
+        return to_precision(widen_matrices(canonical.load(path)), precision)
 
     lowered: dict[Graph, ir.Model] = {
         "backbone": lower(without_head(load(canonical.backbone))),

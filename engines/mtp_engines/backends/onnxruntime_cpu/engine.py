@@ -53,9 +53,11 @@ class CpuEngine:
         def session(model: ir.Model) -> ort.InferenceSession:
             return open_session(model, backbone.parent, threads=threads)
 
+        # The head first: its matrix is the largest, and while it is packed it is in memory twice.
+        head = session(head_model(load_graph(backbone)))
         self.sessions = Sessions(
             backbone=session(lower(without_head(load_graph(backbone)))),
-            head=session(head_model(load_graph(backbone))),
+            head=head,
             commit=session(commit_model(spec)) if any(spec.delta_layers()) else None,
             mtp=tuple(session(lower(without_head(load_graph(path)))) for path in mtp),
             draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,

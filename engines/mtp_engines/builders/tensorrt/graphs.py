@@ -18,7 +18,7 @@ from mtp_engines.lowering.paged import lower_paged, skinny_products
 from mtp_engines.lowering.precision import Precision, to_precision
 from mtp_engines.lowering.standard import fix_axes, head_standard, lower_standard
 from mtp_engines.lowering.tensorrt import lower_tensorrt
-from mtp_engines.lowering.widen import widen_blocks
+from mtp_engines.lowering.widen import widen_matrices
 
 Lowering = Callable[[ir.Model], ir.Model]
 _ALIGNMENT = 4096
@@ -69,7 +69,7 @@ def write_graphs(bundle: Bundle, precision: Precision, directory: Path, form: Fo
     weights = _Weights(directory)
     paths = {}
     for name in graph_names(spec):
-        model = to_precision(widen_blocks(ir.load(_source(bundle, name))), precision)
+        model = to_precision(widen_matrices(ir.load(_source(bundle, name))), precision)
         if name in (HEAD, MTP_HEAD):
             model = form.head(head_standard(model))
         else:
