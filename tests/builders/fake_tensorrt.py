@@ -1,21 +1,30 @@
 """A stand-in for the module `tensorrt`, which cannot be installed everywhere: it notes what a worker asks of it.
 
-Only what the worker uses is here, in the shape that the bindings of TensorRT 11 give it. What the stand-in does is
-chosen by the name of the graph's file.
+Only what the worker and Polygraphy use is here, in the shape that the bindings of TensorRT 11 give it. What the
+stand-in does is chosen by the name of the graph's file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 __version__ = "11.4.0"
 CALLS: list[tuple[Any, ...]] = []
-NetworkDefinitionCreationFlag = SimpleNamespace()
-BuilderFlag = SimpleNamespace(TF32="tf32")
-PreviewFeature = SimpleNamespace(ALIASED_PLUGIN_IO_10_03="aliased")
+DataType = Enum("DataType", ["BF16", "FLOAT", "HALF", "INT32", "INT64", "INT8", "BOOL"])
+float32, float16, int32, int8 = DataType.FLOAT, DataType.HALF, DataType.INT32, DataType.INT8
+bfloat16, int64, bool = DataType.BF16, DataType.INT64, DataType.BOOL  # noqa: A001
+NetworkDefinitionCreationFlag = SimpleNamespace(__members__={})
+BuilderFlag = SimpleNamespace(TF32="tf32", __members__={})
+PreviewFeature = SimpleNamespace(ALIASED_PLUGIN_IO_10_03="aliased", __members__={})
+ProfilingVerbosity = SimpleNamespace(LAYER_NAMES_ONLY="names")
+LayerType = SimpleNamespace(ATTENTION_INPUT="attention", KV_CACHE_UPDATE="update")
+DeviceType = SimpleNamespace(DLA="dla")
 
 
 def register_plugins(capability: int) -> None:
@@ -23,10 +32,17 @@ def register_plugins(capability: int) -> None:
     CALLS.append(("register", capability))
 
 
+def init_libnvinfer_plugins(logger: Any, namespace: str) -> None:
+    """Polygraphy asks for the plugins of the library itself."""
+
+
 class ILogger:
     """Severities and the base class of loggers."""
 
-    INTERNAL_ERROR, ERROR, WARNING = "internal", "error", "warning"
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = "internal", "error", "warning", "info", "verbose"
+
+
+Logger = ILogger
 
 
 class Network:
@@ -36,10 +52,16 @@ class Network:
         self.num_layers, self.num_inputs, self.num_outputs = 2, 1, 1
 
     def get_input(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(name="x", dtype=SimpleNamespace(name="BF16"), shape=(-1, 4))
+        return SimpleNamespace(name="x", dtype=bfloat16, shape=(-1, 4), is_shape_tensor=False)
 
     def get_output(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(name="y", dtype=SimpleNamespace(name="FLOAT"), shape=(-1, 2))
+        return SimpleNamespace(name="y", dtype=float32, shape=(-1, 2))
+
+    def get_layer(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(name=f"layer {index}", type="other", precision_is_set=False)
+
+    def __iter__(self) -> Iterator[SimpleNamespace]:
+        return map(self.get_layer, range(self.num_layers))
 
 
 class TimingCache:
@@ -48,8 +70,11 @@ class TimingCache:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
-    def serialize(self) -> bytes:
-        return self.content + b"+"
+    def serialize(self) -> contextlib.AbstractContextManager[bytes]:
+        return contextlib.nullcontext(self.content + b"+")
+
+    def combine(self, other: TimingCache, ignore_mismatch: bool) -> bool:
+        return True
 
 
 class Config:
@@ -57,7 +82,10 @@ class Config:
 
     def __init__(self) -> None:
         self.cache: TimingCache | None = None
-        self.profiles: list[dict[str, Any]] = []
+        self.DLA_core, self.default_device_type, self.num_optimization_profiles = -1, None, 1
+
+    def get_flag(self, flag: str) -> bool:
+        return False
 
     def clear_flag(self, flag: str) -> None:
         CALLS.append(("clear", flag))
@@ -132,5 +160,6 @@ class OnnxParser:
         self.num_errors = int(self.parsed == "unknown")
         return not self.num_errors
 
-    def get_error(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(node_name=lambda: "layers.3", node_operator=lambda: "Paged", desc=lambda: "not found")
+    def get_error(self, index: int) -> str:
+        """As a parser's error is printed."""
+        return "In node 7 with name: layers.3 and operator: Paged (parseNode): UNSUPPORTED_NODE: not found"

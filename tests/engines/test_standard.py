@@ -15,6 +15,7 @@ import pytest
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
 from mtp_engines.errors import BuildError
+from mtp_engines.lowering.attention import KEY_VALUE_LENGTHS
 from mtp_engines.lowering.heads import CHECKSUM, IDS, head_model, without_head
 from mtp_engines.lowering.precision import to_precision
 from mtp_engines.lowering.standard import fix_axes, head_standard, lower_standard
@@ -25,8 +26,9 @@ from tests.fixtures.moe_families import MAKERS
 from tests.support import build_bundle, load_model, refused
 
 IDS_IN = np.random.default_rng(1).integers(0, 64, (1, 9))
-# The same float32 sums in another order; a mask that is one row off moves values by more than 1e-2.
+# The same float32 sums in another order; lengths that are one row off move values by more than 1e-2.
 TOLERANCE = 1e-3
+MOST_ROWS = 16
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "hybrid, three value heads to a key head": lambda place: random_checkpoint(
         place, seed=3, linear_num_value_heads=15
@@ -54,7 +56,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def lowered(path: Path) -> ir.Model:
     """A graph without its head, in standard operators."""
-    return lower_standard(without_head(ir.load(path)))
+    return lower_standard(without_head(ir.load(path)), MOST_ROWS)
 
 
 def run(model: ir.Model, folder: Path, feed: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -106,23 +108,22 @@ def test_two_blocks_of_rows_equal_the_engine(case: Case) -> None:
         if names.is_cache(name):
             present, value = present[:, :9], value[..., : present.shape[-1]]
         np.testing.assert_allclose(present, value, rtol=0, atol=TOLERANCE, err_msg=name)
-    wrong = run(_with_mask_one_row_off(case.graphs / "backbone.onnx"), case.graphs, feed_of(IDS_IN[:, 5:], 5) | pasts)
-    assert np.abs(wrong[names.HIDDEN] - hidden).max() > 10 * TOLERANCE, "control: a mask one row off is seen"
+    wrong = run(_with_lengths_one_row_off(case.graphs / "backbone.onnx"), case.graphs, feed_of(IDS_IN[:, 5:], 5) | pasts)
+    assert np.abs(wrong[names.HIDDEN] - hidden).max() > 10 * TOLERANCE, "control: lengths one row off are seen"
 
 
-def _with_mask_one_row_off(path: Path) -> ir.Model:
+def _with_lengths_one_row_off(path: Path) -> ir.Model:
     """The lowered backbone whose rows see one row further than they may."""
     model = lowered(path)
-    changed = 0
-    for node in list(model.graph):
-        if node.op_type == "LessOrEqual":
-            g = GraphBuilder("off")
-            with g.scope(f"{node.name}.off"):
-                later = g.op("Add", node.inputs[1], g.constant(1))
-            node.replace_input_with(1, later)
-            model.graph.insert_before(node, g.nodes)
-            changed += 1
-    assert changed
+    lengths = next(value for node in model.graph for value in node.outputs if value.name == KEY_VALUE_LENGTHS)
+    (node,), users = [lengths.producer()], list(lengths.uses())
+    assert node is not None
+    g = GraphBuilder("off")
+    with g.scope("off"):
+        longer = g.op("Add", lengths, g.constant(1))
+    for user in users:
+        user.node.replace_input_with(user.idx, longer)
+    model.graph.insert_after(node, g.nodes)
     return model
 
 
@@ -136,7 +137,11 @@ def test_only_standard_operators_are_left_and_caches_are_updated_at_the_end(case
     caches = [value for value in model.graph.outputs if names.is_cache(str(value.name))]
     assert len(updates) == len(caches) > 0
     assert all(value.is_graph_output() for node in updates for value in node.outputs)
-    assert "Attention" not in {node.op_type for node in model.graph}
+    assert "Scan" not in {node.op_type for node in model.graph.all_nodes()}
+    attentions = [node for node in model.graph if node.op_type == "Attention"]
+    assert len({node.inputs[1] for node in attentions} & set(caches)) == len(attentions) > 0
+    assert {str(node.inputs[6].name) for node in attentions if node.inputs[6]} == {KEY_VALUE_LENGTHS}
+    assert all(node.inputs[3] is None and node.attributes["is_causal"].as_int() == 1 for node in attentions)
 
 
 def test_an_operator_without_a_body_is_refused_by_name() -> None:
@@ -144,7 +149,7 @@ def test_an_operator_without_a_body_is_refused_by_name() -> None:
     x = g.input("x", "float32", [1])
     g.output("y", g.op("Unheard", x, domain=DOMAIN), "float32", [1])
     with refused("backbone", "mtp.Unheard", "Build the bundle again", error=BuildError):
-        lower_standard(g.model(domains=[DOMAIN]))
+        lower_standard(g.model(domains=[DOMAIN]), MOST_ROWS)
 
 
 def test_axes_get_a_size_by_their_name(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Attention as products and a softmax, for backends whose own attention cannot be relied on."""
+"""Attention that is told how long each cache is, for backends that skip what lies behind."""
 
 from __future__ import annotations
 
@@ -6,56 +6,49 @@ import onnx_ir as ir
 
 from mtp_plugins.graph import GraphBuilder
 
+KEY_VALUE_LENGTHS = "key_value_lengths"
+"""int64[batch], rows of every cache that hold something once the new rows are in."""
 
-def spell_out_attention(graph: ir.Graph) -> None:
-    """Replace every Attention over a cache and a mask.
 
-    Scores are rounded to the type of the cache, scaled and normalised in float32, and rounded again.
+def attend_by_length(graph: ir.Graph) -> None:
+    """Replace the mask of every Attention over a cache by the length of that cache and causality.
 
-    TensorRT-RTX 1.7.1 finds no fused kernel for some of many equal attentions as soon as there are several profiles
-    (24 layers of the 0.8B shape), and ends the process when it may take them apart itself. A version that builds the
-    slow test of the builder without this lets it go.
+    By the standard the last rows of a cache of `length` rows then stand against the rows of the query: query row i of
+    M sees the keys up to length - M + i, which is what the mask said. Queries are scaled before, so that a parser has
+    no reason to scale the cache.
     """
-    for node in list(graph):
-        if node.op_type == "Attention":
-            builder = GraphBuilder("attention")
-            with builder.scope(node.name or node.op_type):
-                output = _attend(builder, node)
-            ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, list(node.outputs), [output])
+    nodes = [node for node in graph if node.op_type == "Attention"]
+    if not nodes:
+        return
+    lengths, held = _lengths(graph, nodes[0]), _cache(nodes[0].inputs[1]).inputs[2]
+    for node in nodes:
+        query, key, value, _ = node.inputs
+        assert query is not None
+        assert _cache(key).inputs[2] is held, "the caches of a graph grow together"
+        builder = GraphBuilder("attention")
+        with builder.scope(node.name or node.op_type):
+            width = _cache(key).inputs[0].shape[3]  # type: ignore[union-attr,index]
+            assert isinstance(width, int)
+            factor = builder.op("CastLike", builder.constant(width**-0.5, "float32"), query)
+            scaled = builder.op("Mul", query, factor)
+            output = builder.op("Attention", scaled, key, value, None, None, None, lengths, is_causal=1, scale=1.0)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, list(node.outputs), [output])
 
 
-def _attend(g: GraphBuilder, node: ir.Node) -> ir.Value:
-    """[batch, heads, rows, dim] like the query."""
-    query, key, value, mask = node.inputs
-    assert mask is not None
-    dtype, kv_heads, dim = _cache_of(key)
-    batch = g.op("Shape", query, start=0, end=1)
-    # The query heads of one cached head lie behind each other, so its cache is read once for all of them.
-    grouped = g.op("Reshape", query, g.op("Concat", batch, g.constant([kv_heads, -1, dim]), axis=0))
-    product = g.op("MatMul", grouped, g.op("Transpose", key, perm=[0, 1, 3, 2]))
-    scores = g.op("Mul", _cast(g, product, dtype, ir.DataType.FLOAT), g.constant(dim**-0.5, "float32"))
-    by_head = g.op("Concat", batch, g.constant([kv_heads, -1]), g.op("Shape", mask, start=2, end=4), axis=0)
-    seen = g.op(
-        "Where",
-        g.op("Unsqueeze", mask, g.constant([2])),
-        g.op("Reshape", scores, by_head),
-        g.constant(float("-inf"), "float32"),
-    )
-    weights = _cast(g, g.op("Softmax", seen, axis=-1), ir.DataType.FLOAT, dtype)
-    output = g.op("MatMul", g.op("Reshape", weights, g.op("Shape", product)), value)
-    return g.op("Reshape", output, g.op("Shape", query))
+def _lengths(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """The lengths under their name, in front of the first node that needs them."""
+    query, key = node.inputs[0], node.inputs[1]
+    assert query is not None
+    builder = GraphBuilder("lengths")
+    with builder.scope("lengths"):
+        lengths = builder.op("Add", _cache(key).inputs[2], builder.op("Shape", query, start=2, end=3))
+    lengths.name = KEY_VALUE_LENGTHS
+    graph.insert_before(node, builder.nodes)
+    return lengths
 
 
-def _cache_of(key: ir.Value | None) -> tuple[ir.DataType, int, int]:
-    """Type, heads and width of the cache that a key is, with its new rows."""
+def _cache(key: ir.Value | None) -> ir.Node:
+    """The node that puts new rows into the cache that a key is: cache, rows, how many rows it holds."""
     update = key.producer() if key is not None else None
     assert update is not None and update.op_type == "TensorScatter"
-    past = update.inputs[0]
-    assert past is not None and past.shape is not None and past.dtype is not None
-    heads, width = past.shape[1], past.shape[3]
-    assert isinstance(heads, int) and isinstance(width, int)
-    return past.dtype, heads, width
-
-
-def _cast(g: GraphBuilder, value: ir.Value, source: ir.DataType, target: ir.DataType) -> ir.Value:
-    return value if source is target else g.op("Cast", value, to=int(target))
+    return update

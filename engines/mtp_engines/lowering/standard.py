@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, InlinePass
 
 from mtp_engines.contracts import names
 from mtp_engines.errors import BuildError
-from mtp_engines.lowering.attention import spell_out_attention
+from mtp_engines.lowering.attention import attend_by_length
 from mtp_engines.lowering.heads import CHECKSUM, IDS
 from mtp_engines.lowering.unused import drop_unused
-from mtp_plugins.graph import OPSET, GraphBuilder
+from mtp_plugins.gated_delta.body import body_with
+from mtp_plugins.gated_delta.together import rows_together
+from mtp_plugins.graph import DOMAIN, OPSET, GraphBuilder
 
 
-def lower_standard(model: ir.Model) -> ir.Model:
-    """Replace every canonical node by its body of standard operators; the model is changed and returned.
+def lower_standard(model: ir.Model, most_rows: int) -> ir.Model:
+    """Replace every canonical node by standard operators; the model is changed and returned.
 
-    The bodies are what TensorRT-RTX 1.7 builds, all but Attention, which is spelled out. Its mask stays explicit: that
-    parser turns `is_causal` with `nonpad_kv_seqlen` into a mask aligned at the upper left, where the standard says
-    lower right, and the lengths are lost. Identities go, since a cache update must be a graph output itself.
+    They are the bodies of the nodes, with two exceptions. The rows of the delta rule are computed together: TensorRT-RTX
+    1.7.1 finds no fused kernel for an attention behind a loop that is behind another attention (decision 0013).
+    Attention is told the lengths of its caches in the place of a mask. Identities go, since a cache update must be a
+    graph output itself.
+
+    Args:
+        most_rows: of a call.
 
     Raises:
         BuildError: a node has no body.
     """
+    _unroll_delta(model.graph, most_rows)
     InlinePass()(model)
     IdentityEliminationPass()(model)
-    spell_out_attention(model.graph)
+    attend_by_length(model.graph)
     drop_unused(model.graph)
     for node in model.graph.all_nodes():
         if node.domain not in ("", "ai.onnx"):
@@ -39,6 +47,16 @@ def lower_standard(model: ir.Model) -> ir.Model:
     model.graph.opset_imports.clear()
     model.graph.opset_imports[""] = OPSET
     return model
+
+
+def _unroll_delta(graph: ir.Graph, most_rows: int) -> None:
+    form = partial(rows_together, most_rows=most_rows)
+    for node in list(graph):
+        if node.domain == DOMAIN and node.op_type == "GatedDelta":
+            builder = GraphBuilder("delta")
+            with builder.scope(node.name or node.op_type):
+                results = body_with(builder, [value for value in node.inputs if value is not None], form)
+            ir.convenience.replace_nodes_and_values(graph, node, [node], builder.nodes, list(node.outputs), results)
 
 
 def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:

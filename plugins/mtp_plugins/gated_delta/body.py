@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import GraphBuilder
 
 
+RowsForm = Callable[..., tuple[ir.Value, ir.Value]]
+"""Computes all rows from what `scan_rows` takes, and returns what that does."""
+
+
 def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     """See `OPERATOR` for shapes; heads and widths are read from past_state and key."""
+    return body_with(g, inputs, scan_rows)
+
+
+def body_with(g: GraphBuilder, inputs: list[ir.Value], rows_form: RowsForm) -> list[ir.Value]:
+    """The body whose rows are computed in another form than a Scan."""
     query, key, value, decay, beta, past = inputs
     key_dim = axes(g, past, 2, 3)
     unit_query = _unit(g, _split_heads(g, query, key_dim))
     unit_key = _unit(g, _split_heads(g, key, key_dim))
     scale = g.op("Reciprocal", g.op("Sqrt", g.op("Cast", key_dim, to=int(ir.DataType.FLOAT))))
-    output, present = scan_rows(g, g.op("Mul", unit_query, scale), unit_key, value, decay, beta, past)
+    output, present = rows_form(g, g.op("Mul", unit_query, scale), unit_key, value, decay, beta, past)
     return [output, present, g.op("Reshape", unit_key, g.op("Shape", key))]
 
 
@@ -36,8 +47,8 @@ def scan_rows(
     rows = g.op_multi(
         "Scan",
         past,
-        _repeat(g, query, past),
-        _repeat(g, unit_key, past),
+        repeat_heads(g, query, past),
+        repeat_heads(g, unit_key, past),
         g.op("Reshape", value, value_shape),
         decay,
         beta,
@@ -64,7 +75,7 @@ def _unit(g: GraphBuilder, x: ir.Value) -> ir.Value:
     return g.op("Div", x, g.op("Sqrt", g.op("Add", squares, g.constant(L2_EPSILON, "float32"))))
 
 
-def _repeat(g: GraphBuilder, x: ir.Value, past: ir.Value) -> ir.Value:
+def repeat_heads(g: GraphBuilder, x: ir.Value, past: ir.Value) -> ir.Value:
     """[batch, rows, key_heads, dim] -> [batch, rows, value_heads, dim], each head r times in a row."""
     heads = axes(g, x, 2, 3)
     times = g.op("Div", axes(g, past, 1, 2), heads)

@@ -9,7 +9,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from mtp_engines.backends.gpu.pages import PAGE_SIZE, page_columns
-from mtp_engines.builders.tensorrt.io import BACKBONE, HEAD, MTP, MTP_HEAD
+from mtp_engines.backends.gpu.widths import prefill_widths
+from mtp_engines.builders.tensorrt.io import BACKBONE, HEAD, MOST_ROWS, MTP, MTP_HEAD
 from mtp_engines.bundle import Bundle
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
@@ -49,7 +50,8 @@ class Form:
 
 def standard_form(limits: Limits) -> Form:
     """Standard operators alone over one cache for each sequence."""
-    return Form(lower_standard, lambda head: head, {"capacity": limits.capacity})
+    most_rows = max(MOST_ROWS, *prefill_widths(limits))
+    return Form(lambda model: lower_standard(model, most_rows), lambda head: head, {"capacity": limits.capacity})
 
 
 def plugin_form(limits: Limits, *, skinny: bool) -> Form:
