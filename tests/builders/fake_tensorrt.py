@@ -15,10 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 __version__ = "11.4.0"
+REFUSAL = "In node 7 with name: layers.3 and operator: Paged (parseNode): UNSUPPORTED_NODE"
 CALLS: list[tuple[Any, ...]] = []
 DataType = Enum("DataType", ["BF16", "FLOAT", "HALF", "INT32", "INT64", "INT8", "BOOL"])
 float32, float16, int32, int8 = DataType.FLOAT, DataType.HALF, DataType.INT32, DataType.INT8
-bfloat16, int64, bool = DataType.BF16, DataType.INT64, DataType.BOOL  # noqa: A001
+bfloat16, int64, bool = DataType.BF16, DataType.INT64, DataType.BOOL
 NetworkDefinitionCreationFlag = SimpleNamespace(__members__={})
 BuilderFlag = SimpleNamespace(TF32="tf32", __members__={})
 PreviewFeature = SimpleNamespace(ALIASED_PLUGIN_IO_10_03="aliased", __members__={})
@@ -162,4 +163,4 @@ class OnnxParser:
 
     def get_error(self, index: int) -> str:
         """As a parser's error is printed."""
-        return "In node 7 with name: layers.3 and operator: Paged (parseNode): UNSUPPORTED_NODE: not found"
+        return f"{REFUSAL}: not found"

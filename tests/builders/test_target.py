@@ -21,9 +21,12 @@ Install = Callable[..., None]
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes the machine look as if one package were installed, and a GPU were in it."""
 
-    def pretend(package: str | None, version: str = "", gpu: tuple[int, int] | None = None) -> None:
+    def pretend(
+        package: str | None, version: str = "", gpu: tuple[int, int] | None = None, *, polygraphy: bool = True
+    ) -> None:
         modules = [flavour.module for flavour in FLAVOURS.values() if flavour.package == package]
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in modules else None)
+        present = [*modules, "polygraphy"] if polygraphy else modules
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in present else None)
 
         def found(name: str) -> str:
             if name != package:
@@ -65,8 +68,11 @@ def test_unknown_names_and_devices_are_refused(
 
 @pytest.mark.parametrize(("flavour", "capability"), [("tensorrt-rtx", "8.9"), ("tensorrt", "9.0")])
 def test_an_absent_package_says_what_to_install(install: Install, flavour: str, capability: str) -> None:
-    install(None)
     package = FLAVOURS[flavour].package
+    install(package, "11.4.0", gpu=(9, 0), polygraphy=False)
+    with refused("no Python module polygraphy", f"`pip install 'mtp-export[{flavour}]'`", error=BuildError):
+        resolve_target(flavour, capability)
+    install(None)
     with refused("not installed", f"`pip install 'mtp-export[{flavour}]'`", error=BuildError):
         resolve_target(flavour, capability)
     install(package, "11.4.0", gpu=(9, 0))

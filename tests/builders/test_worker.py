@@ -97,7 +97,7 @@ def test_a_timing_cache_is_read_and_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("graph", "reason"),
-    [("unbuildable", "no kernel for this layer"), ("unknown", "In node 7 with name: layers.3 and operator: Paged (parseNode): UNSUPPORTED_NODE: not found")],
+    [("unbuildable", "no kernel for this layer"), ("unknown", f"{fake_tensorrt.REFUSAL}: not found")],
 )
 def test_what_the_library_refuses_is_reported_and_leaves_no_plan(tmp_path: Path, graph: str, reason: str) -> None:
     report = work(job_of(tmp_path, graph))

@@ -38,15 +38,13 @@ def feed_of(rows: int, *, alike: bool = False) -> Feed:
 def run(feed: Feed, most_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Output and state of the form without a loop."""
     g = GraphBuilder("together")
-    inputs = [g.input(name, "float32", [f"{name}.{axis}" for axis in range(array.ndim)]) for name, array in feed.items()]
+    inputs = [g.input(name, "float32", [f"{name}{axis}" for axis in range(x.ndim)]) for name, x in feed.items()]
     results = body_with(g, inputs, partial(rows_together, most_rows=most_rows))
     for name, value, array in zip(("output", "state"), results[:2], (feed["value"], feed["past_state"]), strict=True):
         g.output(name, value, "float32", [f"{name}.{axis}" for axis in range(array.ndim)])
     session = ort.InferenceSession(ir.to_proto(g.model()).SerializeToString())
     output, state = session.run(["output", "state"], feed)
     return output, state
-
-
 
 
 def expected(feed: Feed) -> tuple[np.ndarray, np.ndarray]:

@@ -21,10 +21,10 @@ from mtp_plugins.graph import DOMAIN, OPSET, GraphBuilder
 def lower_standard(model: ir.Model, most_rows: int) -> ir.Model:
     """Replace every canonical node by standard operators; the model is changed and returned.
 
-    They are the bodies of the nodes, with two exceptions. The rows of the delta rule are computed together: TensorRT-RTX
-    1.7.1 finds no fused kernel for an attention behind a loop that is behind another attention (decision 0013).
-    Attention is told the lengths of its caches in the place of a mask. Identities go, since a cache update must be a
-    graph output itself.
+    They are the bodies of the nodes, with two exceptions. The rows of the delta rule are computed together, since
+    TensorRT-RTX 1.7.1 finds no fused kernel for an attention behind a loop that is behind another attention. Attention
+    is told the lengths of its caches in the place of a mask. Identities go, since a cache update must be a graph output
+    itself.
 
     Args:
         most_rows: of a call.

@@ -9,7 +9,6 @@ import onnx_ir as ir
 from mtp_plugins.gated_delta.reference import L2_EPSILON
 from mtp_plugins.graph import GraphBuilder
 
-
 RowsForm = Callable[..., tuple[ir.Value, ir.Value]]
 """Computes all rows from what `scan_rows` takes, and returns what that does."""
 

@@ -27,11 +27,10 @@ def rows_together(
 
     which is a triangular system, (1 + A) d = b. A decay of minus infinity has no running sum and is not taken.
     """
-    by_head = {"perm": [0, 2, 1, 3]}
-    queries = g.op("Transpose", repeat_heads(g, query, past), **by_head)
-    keys = g.op("Transpose", repeat_heads(g, unit_key, past), **by_head)
+    queries = _swapped(g, repeat_heads(g, query, past))
+    keys = _swapped(g, repeat_heads(g, unit_key, past))
     shape = g.op("Concat", axes(g, value, 0, 2), axes(g, past, 1, 2), axes(g, past, 3, 4), axis=0)
-    values = g.op("Transpose", g.op("Reshape", value, shape), **by_head)
+    values = _swapped(g, g.op("Reshape", value, shape))
     last = g.constant([-1])
     rate = g.op("Unsqueeze", g.op("Transpose", beta, perm=[0, 2, 1]), last)
     total = g.op("CumSum", g.op("Transpose", decay, perm=[0, 2, 1]), g.constant(2))
@@ -53,7 +52,12 @@ def rows_together(
     end = g.op("Slice", sums, last, g.constant([1 << 31]), g.constant([2]))
     left = g.op("Mul", transposed, g.op("Transpose", g.op("Exp", g.op("Sub", end, sums)), perm=[0, 1, 3, 2]))
     present = g.op("Add", g.op("Mul", g.op("Exp", end), past), g.op("MatMul", left, deltas))
-    return g.op("Reshape", g.op("Transpose", output, **by_head), g.op("Shape", value)), present
+    return g.op("Reshape", _swapped(g, output), g.op("Shape", value)), present
+
+
+def _swapped(g: GraphBuilder, x: ir.Value) -> ir.Value:
+    """[batch, rows, heads, dim] <-> [batch, heads, rows, dim]."""
+    return g.op("Transpose", x, perm=[0, 2, 1, 3])
 
 
 def _indices(g: GraphBuilder, value: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -130,13 +130,14 @@ def installed_version(flavour: Flavour) -> str:
     """Version of the package that has the module.
 
     Raises:
-        BuildError: there is none, or it is older than this release needs.
+        BuildError: there is none, or Polygraphy is missing, or it is older than this release needs.
     """
-    if importlib.util.find_spec(flavour.module) is None:
-        raise BuildError(
-            f"{flavour.title} is not installed: there is no Python module {flavour.module}. Install it with "
-            f"`pip install 'mtp-export[{flavour.name}]'`."
-        )
+    for module in (flavour.module, "polygraphy"):
+        if importlib.util.find_spec(module) is None:
+            raise BuildError(
+                f"{flavour.title} is not installed: there is no Python module {module}. Install it with "
+                f"`pip install 'mtp-export[{flavour.name}]'`."
+            )
     version = _version_of(flavour)
     least = ".".join(map(str, flavour.least_version))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
