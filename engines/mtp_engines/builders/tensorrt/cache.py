@@ -23,7 +23,7 @@ from mtp_plugins.tensorrt_plugins.registry import digest_of_plugins
 
 ENTRY_FILE = "engines.json"
 ENGINES = "engines"
-FORM = 1
+FORM = 2
 """Raised whenever the builder makes other engines from the same bundle."""
 
 
