@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from mtp_engines.command import run_command
+from mtp_exporter.stored_formats import FORMATS
 from mtp_tools.made_up.shapes import PUBLISHED, tensors
 from mtp_tools.made_up.write import write_checkpoint
 
@@ -26,9 +27,10 @@ ALLOWANCE = 1.5e9
 
 @click.command("python -m mtp_tools.build_memory")
 @click.option("--shape", type=click.Choice(list(PUBLISHED)), default="4B", show_default=True, help="Released size.")
+@click.option("--weights", type=click.Choice(FORMATS), default="fp32", show_default=True, help="Of all matrices.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("bundles"), help="For checkpoint and bundle.")
 @click.option("--keep", is_flag=True, help="Leave both there.")
-def main(shape: str, work: Path, keep: bool) -> None:
+def main(shape: str, weights: str, work: Path, keep: bool) -> None:
     """Make a checkpoint, copy it once for comparison, build it, and print one JSON line."""
     checkpoint, out, copy = (work / f"made-up-{shape}{suffix}" for suffix in ("", "-bundle", "-copy"))
     size = write_checkpoint(checkpoint, PUBLISHED[shape])
@@ -37,6 +39,7 @@ def main(shape: str, work: Path, keep: bool) -> None:
     copy_s = time.perf_counter() - start
     shutil.rmtree(copy)
     command = [sys.executable, "-m", "mtp_exporter", "build", "--model", str(checkpoint), "--out", str(out)]
+    command += ["--weights", weights]
     start = time.perf_counter()
     subprocess.run(command, check=True)
     build_s = time.perf_counter() - start
@@ -44,6 +47,7 @@ def main(shape: str, work: Path, keep: bool) -> None:
     largest = max(prod(axes) for axes in tensors(PUBLISHED[shape]).values()) * 4
     record = {
         "shape": shape,
+        "weights": weights,
         "checkpoint_bytes": size,
         "largest_tensor_bytes": largest,
         "peak_bytes": peak,
