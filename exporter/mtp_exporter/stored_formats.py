@@ -5,11 +5,10 @@ from __future__ import annotations
 from mtp_engines.contracts.manifest import WeightFormat, WeightFormats
 from mtp_exporter.blocks import four_bits
 from mtp_exporter.families.description import Claimed, Need
-from mtp_exporter.rotated import eight_bits
+from mtp_exporter.rotated import eight_bits, widened
 from mtp_exporter.source import Floats, Source, Values
 from mtp_plugins.block_weight import BLOCK
 from mtp_plugins.block_weight.reference import block_weight
-from mtp_plugins.rotated_weight.reference import rotated_weight, rotation
 
 FORMATS: tuple[WeightFormat, ...] = ("fp32", "int8", "int4")
 _VOCABULARY = ("embedding", "head", "mtp.embedding", "mtp.head")
@@ -40,8 +39,7 @@ def rounded(values: Floats, kind: WeightFormat) -> Floats:
     if kind == "int4":
         return block_weight(*four_bits(values))
     if kind == "int8":
-        integers, scales = eight_bits(values)
-        return rotated_weight(integers.T, scales, rotation(values.shape[1]))
+        return widened(*eight_bits(values))
     return values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from mtp_engines.contracts.manifest import WeightFormats
 from mtp_exporter.blocks import four_bits
 from mtp_exporter.families.description import INTEGERS, Need
 from mtp_exporter.quantised import StoredTensor
-from mtp_exporter.rotated import eight_bits
+from mtp_exporter.rotated import eight_bits, transposed
 from mtp_exporter.source import Source, Values
 from mtp_exporter.stored_formats import format_of, is_gathered
 from mtp_plugins.block_weight import BLOCK
@@ -81,6 +82,7 @@ class WeightWriter:
         self._path, self._source, self._formats, self._progress = path, source, formats, progress
         self._stream = path.open("wb")
         self._written: dict[object, Stored] = {}
+        self._hashing = ThreadPoolExecutor(1)
         self.digests: dict[str, str] = {}
         """Role -> sha256 of its values, for every tensor written so far."""
 
@@ -90,6 +92,7 @@ class WeightWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hashing.shutdown()
         self._stream.close()
 
     def add(self, need: Need) -> Stored:
@@ -130,7 +133,8 @@ class WeightWriter:
         if not by_rows:
             # A byte for each weight: a fraction of what one block takes as floats, but for the widest matrices.
             whole = list(pairs)
-            pairs = iter([(np.concatenate([part for part, _ in whole]).T, np.concatenate([part for _, part in whole]))])
+            integers, found = (np.concatenate(parts) for parts in zip(*whole, strict=True))
+            pairs = iter([(transposed(integers), found)])
         self._write_pairs(values, scales, pairs)
         return Rotated(values, scales, columns, by_rows)
 
@@ -161,8 +165,10 @@ class WeightWriter:
         """The values of a need in blocks, whose digest is kept."""
         digest = hashlib.sha256()
         for block in self._source.blocks(need.role):
-            digest.update(np.ascontiguousarray(block).data)
+            # Hashing takes as long as rounding, and runs beside it.
+            hashed = self._hashing.submit(digest.update, np.ascontiguousarray(block).data)
             yield block
+            hashed.result()
         self.digests[need.role] = digest.hexdigest()
 
     def _reserve(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], size: int) -> ir.ExternalTensor:

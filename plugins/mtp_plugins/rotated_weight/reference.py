@@ -26,7 +26,7 @@ def rotation(columns: int) -> Floats:
 
 def rotate(rows: Array, by: Array) -> Array:
     """float[..., columns]: every run of columns times the rotation float[size, size]."""
-    turned: Array = (rows.reshape(*rows.shape[:-1], -1, len(by)) @ by).reshape(rows.shape)
+    turned: Array = (rows.reshape(-1, len(by)) @ by).reshape(rows.shape)
     return turned
 
 
