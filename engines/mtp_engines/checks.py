@@ -59,6 +59,19 @@ def check_draft(
         raise ContractError(f"draft got draft_tokens = {draft_tokens}, expected 0..{limits.max_draft_tokens}.")
 
 
+def check_choose(spec: ModelSpec) -> None:
+    """A choice among a draft head's logits.
+
+    Raises:
+        ContractError: the head looks its ids up in a table.
+    """
+    if spec.mtp is not None and spec.mtp.has_table:
+        raise ContractError(
+            "draft got a choose, but this head looks the ids of its rows up in a table, so they are no ids; leave it "
+            "out, and the head takes the best one."
+        )
+
+
 def _check_vocabulary(tokens: Ids, spec: ModelSpec) -> None:
     last = spec.vocab_size - 1
     if tokens.min() < 0 or tokens.max() > last:

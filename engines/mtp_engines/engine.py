@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +14,11 @@ from mtp_engines.contracts.model import ModelSpec
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Choose = Callable[[Floats], Ids]
+"""float32[batch, draft_vocab_size], a draft head's logits of one place -> int64[batch], the tokens drafted there.
+
+Row i of a smaller vocabulary is the token i.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,10 +29,12 @@ class Verified:
         ids: int64[batch, logit_rows], the target's own choice after each of the last rows.
         hidden: float32[batch, rows, tap_width] at the draft head's tap. The engine owns the memory and
             writes over it at the next verify.
+        logits: float32[batch, logit_rows, vocab_size], what `ids` were chosen from; None unless they were asked for.
     """
 
     ids: Ids
     hidden: Floats
+    logits: Floats | None = None
 
 
 class Sequences(Protocol):
@@ -35,8 +43,10 @@ class Sequences(Protocol):
     lengths: Ids
     """int64[batch], rows of each sequence that the target has committed."""
 
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+    def verify(self, tokens: Ids, logit_rows: int, *, logits: bool = False) -> Verified:
         """Run the target over int64[batch, rows] after the committed rows and stage the result.
+
+        With `logits` those of the last `logit_rows` rows leave the graph too, which greedy decoding does without.
 
         More rows than the bundle's largest K and one are rows of a prompt, which a backend may keep at once:
         commit all of them before the next verify.
@@ -53,7 +63,7 @@ class Sequences(Protocol):
             ContractError: nothing is staged, or more rows are asked for than were staged.
         """
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """Let the head consume committed rows and propose tokens.
 
         Args:
@@ -62,10 +72,16 @@ class Sequences(Protocol):
             rows: int64[batch], how many rows of each sequence count; the others are padding. The
                 drafts of a sequence with 0 rows mean nothing.
             draft_tokens: how many to propose; 0 only consumes.
+            choose: makes a token of the head's logits, once for each draft token, oldest first; None takes the best
+                one inside the graph.
 
         Returns:
             int64[batch, n], oldest first; n is smaller than asked when the head stops making sense
             (a value that is not finite), or has fewer trained depths.
+
+        Raises:
+            ContractError: shapes do not fit each other; or there is a `choose`, and the head looks its ids up in a
+                table, so that a row of its logits is no id.
         """
 
     def logits(self, hidden: Floats) -> Floats:

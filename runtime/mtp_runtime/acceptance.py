@@ -1,8 +1,65 @@
-"""Which draft tokens are kept."""
+"""Which draft tokens are kept: what the loop asks of an acceptor, and the greedy one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+
+from mtp_engines.engine import Ids, Verified
+from mtp_runtime.events import Completion
+from mtp_runtime.sampling.logprobs import TokenLogprobs
+
+
+class Acceptor(Protocol):
+    """Decides on the rows of a verify, for one completion."""
+
+    needs_logits: bool
+    """Whether the logits have to leave the graph."""
+    scores_prompt: bool
+    """Whether all rows of the prompt have to be scored, not just the last one."""
+    scores_output: bool
+    """Whether `emit` returns log-probabilities."""
+    completion: Completion
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One entry for each token of the prompt, None for the first; None if nobody asked."""
+
+    def observe_prompt(self, following: Ids, verified: Verified) -> None:
+        """Learn of rows of the prompt and int64[rows or rows - 1], the token of the prompt after each of them."""
+
+    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
+        """The accepted draft tokens and the bonus token; the last K + 1 rows are those of the draft."""
+
+    def emit(self, block: Sequence[int], verified: Verified) -> tuple[TokenLogprobs, ...] | None:
+        """Learn of the tokens that are emitted, a beginning of what was accepted; their log-probabilities, if asked.
+
+        The rows of `verified` begin with that of the first token.
+        """
+
+
+class GreedyAcceptor:
+    """Keeps what equals the ids that the graph chose."""
+
+    needs_logits = False
+    scores_prompt = False
+    scores_output = False
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def __init__(self) -> None:
+        """One completion, nothing drawn."""
+        self.completion = Completion()
+
+    def observe_prompt(self, following: Ids, verified: Verified) -> None:
+        """Nothing to learn."""
+
+    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
+        """The longest prefix that the target chose itself, and its next token."""
+        return accept_greedy(draft, verified.ids[0].tolist())
+
+    def emit(self, block: Sequence[int], verified: Verified) -> tuple[TokenLogprobs, ...] | None:
+        """Nothing to learn or to report."""
+        return None
 
 
 def accept_greedy(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:

@@ -12,6 +12,7 @@ from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.engine import CycleSequences, Engine, Sequences
 from mtp_engines.errors import RequestError
+from mtp_runtime.acceptance import Acceptor, GreedyAcceptor
 from mtp_runtime.auto import Auto, Opened
 from mtp_runtime.drafters.draft_model import open_draft_bundle
 from mtp_runtime.drafters.protocol import Drafter
@@ -20,11 +21,16 @@ from mtp_runtime.ending import Ending
 from mtp_runtime.events import Event, Finished
 from mtp_runtime.loop import Parts, WholeCycles, run
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
+from mtp_runtime.prepare import Prepared
 from mtp_runtime.prompts import Prompts
 from mtp_runtime.request import AUTO, Request, ids_from, request_from
+from mtp_runtime.sampling.sampler import Sampler
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
-from mtp_runtime.timing import TimedCycles, TimedDrafter, TimedSequences
+from mtp_runtime.timing import TimedAcceptor, TimedCycles, TimedDrafter, TimedSequences
+
+_SCORED_LOGITS = 1 << 24
+"""Logits of the prompt that are kept at once, 64 MiB."""
 
 
 class Model:
@@ -58,15 +64,15 @@ class Model:
         return self.bundle.manifest
 
     def generate(self, request: Request | None = None, **options: Any) -> Iterator[Event]:
-        """Generate greedily from one prompt.
+        """Generate from one prompt, greedily unless the request says otherwise.
 
         Args:
             request: a request; or give its fields by name. `prompt_ids` may then be any sequence or
                 one-dimensional array of integers.
 
         Returns:
-            An iterator of `Emitted`, one for prefill and one for each cycle, then `Finished`. Closing it
-            early drops the generation.
+            An iterator of `Emitted`, one for prefill and one for each cycle, then `Finished`; if several answers
+            were asked for, all of the first one, then all of the next. Closing it early drops the generation.
 
         Raises:
             RequestError: at once, if the bundle cannot serve the request.
@@ -81,26 +87,51 @@ class Model:
         elif options:
             request = request_from({**vars(request), **options}, "the request")
         prepared = self.prompts.prepare(request, self.manifest, self.draft is not None)
+        prepared = replace(prepared, decoding=prepared.decoding.seeded())
+        first = self._completion(prepared, request.stops, 0)
+        if prepared.decoding.completions == 1:
+            return first
+        others = (self._completion(prepared, request.stops, index) for index in range(1, prepared.decoding.completions))
+        return _in_turn(first, others)
+
+    def _completion(self, prepared: Prepared, stops: tuple[str, ...], index: int) -> Iterator[Event]:
+        """One answer to a request."""
         sequences = self.engine.sequences()
-        given = Given(prepared.prompt, sequences, self.engine, self.draft, prepared.ngram)
+        acceptor: Acceptor = GreedyAcceptor()
+        sampler = None
+        if prepared.decoding.needs_logits:
+            vocab_size = self.manifest.model.vocab_size
+            acceptor = sampler = Sampler(prepared.prompt, vocab_size, prepared.decoding, prepared.end_tokens, index)
+        drafting = None if sampler is None or prepared.decoding.options.is_plain else sampler.drafting
+        given = Given(prepared.prompt, sequences, self.engine, self.draft, prepared.ngram, drafting)
         drafter = make_drafter(prepared.drafter, given)
-        ends = frozenset[int]() if request.ignore_eos else self.manifest.eos_token_ids
-        ending = Ending(prepared.limit, ends, TextStream(self.prompts.tokenizer, request.stops))
-        own, drafts = prepared.drafter in ("none", head_kind(self.engine.spec)), prepared.draft_tokens != 0
+        ending = Ending(prepared.limit, prepared.end_tokens, TextStream(self.prompts.tokenizer, stops))
+        # A backend's own cycles take the best token of each row.
+        own = sampler is None and prepared.drafter in ("none", head_kind(self.engine.spec))
+        drafts = prepared.draft_tokens != 0
         cycles = WholeCycles(sequences, drafts) if own and isinstance(sequences, CycleSequences) else None
         policy: DraftPolicy
         if prepared.draft_tokens == AUTO:
             policy = self.auto.policy(prepared.drafter, len(prepared.prompt), whole=cycles is not None)
         else:
             policy = FixedPolicy(prepared.draft_tokens)
-        return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter, cycles)
+        return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter, acceptor, cycles)
 
     def complete(self, request: Request | None = None, **options: Any) -> Finished:
-        """Generate to the end and return the last event."""
-        for event in self.generate(request, **options):
-            if isinstance(event, Finished):
-                return event
-        raise AssertionError("a generation ends with Finished")
+        """Generate to the end and return the last event.
+
+        Raises:
+            RequestError: as `generate`, or if several answers were asked for.
+        """
+        asked = options.get("n", 1 if request is None else getattr(request, "n", 1))
+        if isinstance(asked, int) and asked > 1:
+            raise RequestError(f"n is {asked}, and complete returns one answer; use complete_all.")
+        (finished,) = self.complete_all(request, **options)
+        return finished
+
+    def complete_all(self, request: Request | None = None, **options: Any) -> list[Finished]:
+        """Generate every answer to a request to its end and return their last events."""
+        return [event for event in self.generate(request, **options) if isinstance(event, Finished)]
 
     def drafter(self, sequences: Sequences) -> Drafter:
         """A drafter over the bundle's own head."""
@@ -114,12 +145,15 @@ class Model:
         policy: DraftPolicy,
         ending: Ending,
         name: str | None = None,
+        acceptor: Acceptor | None = None,
         cycles: WholeCycles | None = None,
     ) -> Iterator[Event]:
         """Generate with parts of the caller's choice; tools use it to force drafts and to look at states.
 
-        `name` is that of the drafter, for the statistics. With `cycles` the backend drafts and accepts.
+        `name` is that of the drafter, for the statistics. `acceptor` is the greedy one if left out. With `cycles` the
+        backend drafts and accepts.
         """
+        acceptor = acceptor or GreedyAcceptor()
         stats = Stats(drafter=name)
         parts = Parts(
             prefill=TimedSequences(sequences, stats.seconds, ("prefill", "prefill")),
@@ -128,10 +162,22 @@ class Model:
             policy=policy,
             ending=ending,
             stats=stats,
-            prefill_chunk=self.engine.limits.prefill_chunk,
+            prefill_chunk=self._prefill_chunk(acceptor),
             cycles=None if cycles is None else replace(cycles, sequences=TimedCycles(cycles.sequences, stats.seconds)),
+            acceptor=TimedAcceptor(acceptor, stats.seconds) if acceptor.needs_logits else acceptor,
         )
         return run(prompt, parts)
+
+    def _prefill_chunk(self, acceptor: Acceptor) -> int:
+        """Rows of the prompt that run at once; fewer where all of their logits are kept."""
+        chunk = self.engine.limits.prefill_chunk
+        return min(chunk, max(1, _SCORED_LOGITS // self.engine.spec.vocab_size)) if acceptor.scores_prompt else chunk
+
+
+def _in_turn(first: Iterator[Event], others: Iterable[Iterator[Event]]) -> Iterator[Event]:
+    yield from first
+    for other in others:
+        yield from other
 
 
 def load(

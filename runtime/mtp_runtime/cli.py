@@ -20,7 +20,9 @@ from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
 from mtp_runtime.drafters.registry import DRAFTERS
 from mtp_runtime.events import Emitted, Finished
+from mtp_runtime.records import footer_of, record_of
 from mtp_runtime.request import AUTO, DEFAULT_NEW_TOKENS, DraftTokens, Request, request_from, request_from_json
+from mtp_runtime.sampling.flags import sampling_options
 
 _SLOW_BYTES = 256 << 20
 """Weights above this take more than a second to load."""
@@ -79,7 +81,8 @@ def group() -> None:
 @click.option("--ngram-max", type=int, help="Longest match of a lookup.  [default: 4]")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at end tokens.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may repeat.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object an answer.")
 @engine_options
 def generate(
     bundle: Path | None,
@@ -95,6 +98,7 @@ def generate(
     ngram_max: int | None,
     ignore_eos: bool,
     stop: tuple[str, ...],
+    sampling: dict[str, Any],
     as_json: bool,
     engine: EngineOptions,
 ) -> None:
@@ -109,11 +113,15 @@ def generate(
         "ignore_eos": ignore_eos,
         "stop": list(stop) or None,
     }
-    requests = list(_requests(prompt, prompt_ids, prompts, defaults))
+    requests = list(_requests(prompt, prompt_ids, prompts, defaults | sampling))
+    if not as_json:
+        _require_no_scores(requests)
     model = open_model(bundle, engine, requests, draft_model)
     for number, request in enumerate(requests, 1):
         if as_json:
-            print(json.dumps(_record(request, model.complete(request)), ensure_ascii=False), flush=True)
+            for event in model.generate(request):
+                if isinstance(event, Finished):
+                    print(json.dumps(record_of(request, event), ensure_ascii=False), flush=True)
             continue
         if len(requests) > 1:
             print(f"--- {number if request.id is None else request.id}")
@@ -212,45 +220,23 @@ def _parse_ids(text: str) -> list[int]:
         raise click.UsageError(f"--prompt-ids takes whole numbers with commas, found {text!r}.") from error
 
 
+def _require_no_scores(requests: Iterable[Request]) -> None:
+    for request in requests:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(request, name) is not None:
+                raise click.UsageError(f"{name} is {getattr(request, name)}, and text has no place for it; add --json.")
+
+
 def _stream(model: Model, request: Request) -> None:
     has_text = model.prompts.tokenizer is not None
+    shown_index = 0 if request.n == 1 else -1
     for event in model.generate(request):
         if isinstance(event, Emitted):
+            if event.index != shown_index:
+                shown_index = event.index
+                print(f"--- answer {shown_index + 1} of {request.n}")
             shown = event.text if has_text else "".join(f"{token} " for token in event.token_ids)
             print(shown, end="", flush=True)
         elif isinstance(event, Finished):
             print(flush=True)
-            print(_footer(event), file=sys.stderr)
-
-
-def _footer(finished: Finished) -> str:
-    stats = finished.stats.as_dict()
-    seconds = stats["seconds"]
-    cycles = seconds["draft"] + seconds["verify"] + seconds["commit"]
-    after_first = len(finished.token_ids) - 1
-    speed = f", {after_first / cycles:.1f} tok/s after the first" if cycles and after_first > 0 else ""
-    rate = "n/a" if stats["acceptance_rate"] is None else f"{stats['acceptance_rate']:.0%}"
-    by_source = [
-        f"{source} {stats['accepted_by_source'][source]} of {count}"
-        for source, count in stats["drafted_by_source"].items()
-    ]
-    if by_source:
-        rate += f" ({', '.join(by_source)})"
-    ended = f"{len(finished.token_ids)} tokens, {finished.finish_reason}"
-    return f"[{ended}; {stats['cycles']} cycles, acceptance {rate}{speed}]"
-
-
-def _record(request: Request, finished: Finished) -> dict[str, Any]:
-    count = len(finished.token_ids)
-    record: dict[str, Any] = {} if request.id is None else {"id": request.id}
-    return record | {
-        "token_ids": list(finished.token_ids),
-        "text": finished.text,
-        "finish_reason": finished.finish_reason,
-        "usage": {
-            "prompt_tokens": finished.prompt_tokens,
-            "completion_tokens": count,
-            "total_tokens": finished.prompt_tokens + count,
-        },
-        "stats": finished.stats.as_dict(),
-    }
+            print(footer_of(event), file=sys.stderr)

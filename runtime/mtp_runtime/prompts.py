@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import BundleError, RequestError
-from mtp_runtime.request import Prepared, Request, check, ids_from, require_one_prompt
+from mtp_runtime.prepare import Prepared, check
+from mtp_runtime.request import Request, ids_from, require_one_prompt
 
 
 class Prompts:
@@ -31,7 +32,8 @@ class Prompts:
         Raises:
             RequestError: the bundle cannot serve it.
         """
-        prepared = check(request, self.encode(request), manifest, has_draft_model)
+        bad_words = self._bad_words(request.bad_words or [])
+        prepared = check(request, self.encode(request), manifest, has_draft_model, bad_words)
         if request.stops and self.tokenizer is None:
             raise RequestError("stop looks for text, but this bundle has no tokenizer; leave it out.")
         return prepared
@@ -55,6 +57,27 @@ class Prompts:
         if request.chat:
             return self._encode(self._render([{"role": "user", "content": request.prompt}]), special=False)
         return self._encode(request.prompt, special=True)
+
+    def _bad_words(self, words: list[str | list[int]]) -> list[list[int]]:
+        """Texts as ids, each as it is and as it stands behind another word."""
+        found: list[list[int]] = []
+        for word in words:
+            if isinstance(word, str):
+                if not word.strip():
+                    raise RequestError(f"bad_words has the text {word!r}, which is no word; leave it out.")
+                if self.tokenizer is None:
+                    raise RequestError(
+                        f"bad_words has the text {word!r}, but this bundle has no tokenizer; give token ids."
+                    )
+                spelled = [self._encode(text, special=False) for text in (word, " " + word.lstrip())]
+                if not spelled[0]:
+                    raise RequestError(
+                        f"bad_words has the text {word!r}, which this tokenizer cannot write; leave it out or give ids."
+                    )
+                found += spelled
+            else:
+                found.append(word)
+        return [word for number, word in enumerate(found) if word not in found[:number]]
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """A rendered template already holds its special tokens, so they are not added again."""

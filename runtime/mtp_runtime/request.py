@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from pydantic_core import PydanticCustomError
 
-from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
-from mtp_runtime.drafters.choice import choose_drafter, choose_ngram
 from mtp_runtime.drafters.registry import DrafterName
+from mtp_runtime.sampling.acceptors import COUPLED, AcceptorName
+from mtp_runtime.sampling.options import SamplingOptions
 
 DEFAULT_NEW_TOKENS = 256
 AUTO: Literal["auto"] = "auto"
@@ -28,6 +28,19 @@ def _is_draft_tokens(value: object) -> object:
 
 DraftTokens = Annotated[int | Literal["auto"], PlainValidator(_is_draft_tokens)]
 DEFAULT_DRAFT_TOKENS: DraftTokens = 3
+
+
+def _numbered(value: object) -> object:
+    """Keys of a JSON object are texts."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(key) if isinstance(key, str) else key: number for key, number in value.items()}
+    except ValueError as error:
+        raise PydanticCustomError("logit_bias", "expected token ids as keys") from error
+
+
+LogitBias = Annotated[dict[int, float], BeforeValidator(_numbered)]
 
 
 @validated(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -51,8 +64,15 @@ class Request:
         ngram_max: longest one; None takes 4, at most 16.
         ignore_eos: end tokens do not end the generation.
         stop: texts that end the generation; the result ends before them.
-        temperature: 0 only, greedy decoding.
-        seed: accepted and without effect, since greedy decoding draws nothing.
+        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
+            min_new_tokens, seed: see `SamplingOptions`.
+        bad_words: texts, or lists of token ids, that the answer must not contain. A text is taken as it is and with a
+            space before it.
+        n: how many answers to draw, each with a seed of its own.
+        logprobs: tell of each emitted token the log-probability, and of so many most probable tokens beside it.
+        prompt_logprobs: the same for the tokens of the prompt.
+        acceptor: which draft tokens are kept: `coupled` or `rejection`; `relaxed` and `typical` are lossy.
+        relaxed_top_k, relaxed_delta, typical_epsilon, typical_delta: of the lossy acceptors, see `AcceptRule`.
     """
 
     prompt: str | None = None
@@ -67,8 +87,25 @@ class Request:
     ngram_max: int | None = None
     ignore_eos: bool = False
     stop: list[str] | str | None = None
-    temperature: float = 0.0
-    seed: int | None = None
+    temperature: float = SamplingOptions.temperature
+    top_k: int | None = SamplingOptions.top_k
+    top_p: float = SamplingOptions.top_p
+    min_p: float = SamplingOptions.min_p
+    repetition_penalty: float = SamplingOptions.repetition_penalty
+    frequency_penalty: float = SamplingOptions.frequency_penalty
+    presence_penalty: float = SamplingOptions.presence_penalty
+    logit_bias: LogitBias | None = None
+    min_new_tokens: int = SamplingOptions.min_new_tokens
+    bad_words: list[str | list[int]] | None = None
+    seed: int | None = SamplingOptions.seed
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    acceptor: AcceptorName = COUPLED
+    relaxed_top_k: int | None = None
+    relaxed_delta: float | None = None
+    typical_epsilon: float | None = None
+    typical_delta: float | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -147,82 +184,3 @@ def ids_from(values: Any) -> list[int]:
         )
     ids: list[int] = array.tolist()
     return ids
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request that the bundle can serve: all that was left open is settled.
-
-    Attributes:
-        prompt: its token ids.
-        drafter: the name of what drafts; `none` if K is 0.
-        draft_tokens: K, or `auto`.
-        ngram: shortest and longest match of a lookup.
-        limit: most tokens to emit.
-    """
-
-    prompt: list[int]
-    drafter: str
-    draft_tokens: DraftTokens
-    ngram: tuple[int, int]
-    limit: int
-
-
-def check(request: Request, prompt: list[int], manifest: Manifest, has_draft_model: bool = False) -> Prepared:
-    """Refuse what the bundle, and a draft model if one was loaded, cannot do; the decision never depends on K.
-
-    Raises:
-        RequestError: names the option, its value and the limit.
-    """
-    limits, vocab_size = manifest.limits, manifest.model.vocab_size
-    if request.temperature != 0:
-        raise RequestError(f"temperature is {request.temperature}; this release decodes greedily, use 0.")
-    if request.max_new_tokens < 0:
-        raise RequestError(f"max_new_tokens is {request.max_new_tokens}, expected at least 0.")
-    if any(not stop for stop in request.stops):
-        raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
-    if not prompt:
-        raise RequestError("the prompt has no tokens; give at least one.")
-    outside = [token for token in prompt if not 0 <= token < vocab_size]
-    if outside:
-        raise RequestError(
-            f"the prompt has the token id {outside[0]}, the model knows 0 to {vocab_size - 1}. Use this bundle's "
-            "tokenizer."
-        )
-    room = limits.max_model_len - len(prompt)
-    if room < 1:
-        longer = limits.max_model_len < manifest.model.max_position
-        remedy = ", or build the bundle with a larger --max-model-len" if longer else ""
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
-            f"Shorten the prompt{remedy}."
-        )
-    drafter = choose_drafter(request.drafter, manifest.model, has_draft_model)
-    ngram = choose_ngram(request.ngram_min, request.ngram_max, drafter)
-    draft_tokens = _draft_tokens(request, drafter, manifest)
-    return Prepared(prompt, drafter if draft_tokens else "none", draft_tokens, ngram, min(room, request.max_new_tokens))
-
-
-def _draft_tokens(request: Request, drafter: str, manifest: Manifest) -> DraftTokens:
-    asked, limit = request.draft_tokens, manifest.limits.max_draft_tokens
-    wanted = DEFAULT_DRAFT_TOKENS if asked is None else asked
-    if wanted == AUTO:
-        # Where nothing can be drafted, the best K is 0.
-        return AUTO if limit and drafter != "none" else 0
-    if request.drafter == "none" and asked:
-        raise RequestError(f"drafter is 'none', but draft_tokens is {wanted}; use 0, or another drafter.")
-    if drafter == "none":
-        if asked:
-            raise RequestError(
-                f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0, the drafter "
-                "'ngram', or a draft model."
-            )
-        return 0
-    if asked is None:
-        return min(wanted, limit)
-    if not 0 <= wanted <= limit:
-        raise RequestError(
-            f"draft_tokens is {wanted}, this bundle was built for 0 to {limit}. Choose within, or build it again with "
-            "--draft-tokens."
-        )
-    return wanted

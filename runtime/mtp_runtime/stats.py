@@ -8,11 +8,12 @@ from typing import Any
 
 @dataclass
 class Seconds:
-    """Wall time by part. Draft includes the head's catching up with the prompt."""
+    """Wall time by part. Draft includes the head's catching up with the prompt; greedy acceptance is not counted."""
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
+    accept: float = 0.0
     commit: float = 0.0
 
 

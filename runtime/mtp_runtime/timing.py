@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
-from mtp_engines.engine import Cycle, CycleSequences, Floats, Ids, Sequences, Verified
+from mtp_engines.engine import Choose, Cycle, CycleSequences, Floats, Ids, Sequences, Verified
+from mtp_runtime.acceptance import Acceptor
 from mtp_runtime.drafters.protocol import Drafter
+from mtp_runtime.sampling.logprobs import TokenLogprobs
 from mtp_runtime.stats import Seconds
 
 Clock = Callable[[], float]
@@ -29,19 +32,21 @@ class TimedSequences:
         self._inner, self._seconds, self._parts, self._clock = inner, seconds, parts, clock
         self.lengths = inner.lengths
 
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+    def verify(self, tokens: Ids, logit_rows: int, *, logits: bool = False) -> Verified:
         """Timed under the first part."""
+        verify = partial(self._inner.verify, logits=True) if logits else self._inner.verify
         with timed(self._seconds, self._parts[0], self._clock):
-            return self._inner.verify(tokens, logit_rows)
+            return verify(tokens, logit_rows)
 
     def commit(self, rows: Ids) -> None:
         """Timed under the second part."""
         with timed(self._seconds, self._parts[1], self._clock):
             self._inner.commit(rows)
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """Passed on: the drafter that asks for it is timed."""
-        return self._inner.draft(tokens, hidden, rows, draft_tokens)
+        draft = self._inner.draft if choose is None else partial(self._inner.draft, choose=choose)
+        return draft(tokens, hidden, rows, draft_tokens)
 
     def logits(self, hidden: Floats) -> Floats:
         """Passed on."""
@@ -94,6 +99,35 @@ class TimedDrafter:
         """Timed."""
         with timed(self._seconds, "draft", self._clock):
             return self._inner.propose(draft_tokens)
+
+
+class TimedAcceptor:
+    """An acceptor whose work counts as accept."""
+
+    def __init__(self, inner: Acceptor, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
+        self._inner, self._seconds, self._clock = inner, seconds, clock
+        self.needs_logits, self.scores_prompt = inner.needs_logits, inner.scores_prompt
+        self.scores_output, self.completion = inner.scores_output, inner.completion
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Passed on."""
+        return self._inner.prompt_logprobs
+
+    def observe_prompt(self, following: Ids, verified: Verified) -> None:
+        """Timed."""
+        with timed(self._seconds, "accept", self._clock):
+            self._inner.observe_prompt(following, verified)
+
+    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
+        """Timed."""
+        with timed(self._seconds, "accept", self._clock):
+            return self._inner.accept(draft, verified)
+
+    def emit(self, block: Sequence[int], verified: Verified) -> tuple[TokenLogprobs, ...] | None:
+        """Timed."""
+        with timed(self._seconds, "accept", self._clock):
+            return self._inner.emit(block, verified)
 
 
 @contextmanager

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_runtime import Model
 from tests.fixtures.checkpoints import markov_checkpoint, partial_checkpoint, random_checkpoint, tinytext_tokenizer
+from tests.runtime.decoding import TARGET
 from tests.support import build_bundle, load_model
 
 Models = Callable[..., Model]
+CARRIED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-mtp"
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +34,21 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A hybrid whose own head is right sometimes, room for 128 tokens, K to 8, batches to 5."""
     options = {"max_model_len": 128, "draft_tokens": 8, "max_batch_size": 5}
     return _cached(tmp_path_factory, partial_checkpoint)(build=options)
+
+
+@pytest.fixture(scope="session")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The checkpoint that the repository carries."""
+    return load_model(build_bundle(CARRIED, tmp_path_factory.mktemp("carried") / "bundle", max_model_len=256))
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Six tokens whose laws are those of `tests.runtime.decoding.TARGET`; the head says what follows another token."""
+    options = {"table": TARGET, "size": len(TARGET), "draft": lambda token: (token + 1) % len(TARGET), "eos": 0}
+    place = tmp_path_factory.mktemp("world")
+    checkpoint = markov_checkpoint(place / "checkpoint", layer_types=["full_attention"], **options)
+    return load_model(build_bundle(checkpoint, place / "bundle", draft_tokens=4, max_batch_size=3))
 
 
 def _cached(factory: pytest.TempPathFactory, make: Callable[..., Any]) -> Models:

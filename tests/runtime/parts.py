@@ -144,14 +144,14 @@ class Delegate:
     def __init__(self, inner: Sequences) -> None:
         self.inner, self.lengths = inner, inner.lengths
 
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
-        return self.inner.verify(tokens, logit_rows)
+    def verify(self, tokens: Ids, logit_rows: int, **options: Any) -> Verified:
+        return self.inner.verify(tokens, logit_rows, **options)
 
     def commit(self, rows: Ids) -> None:
         self.inner.commit(rows)
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
-        return self.inner.draft(tokens, hidden, rows, draft_tokens)
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, **options: Any) -> Ids:
+        return self.inner.draft(tokens, hidden, rows, draft_tokens, **options)
 
     def logits(self, hidden: Floats) -> Floats:
         return self.inner.logits(hidden)

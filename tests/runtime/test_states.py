@@ -169,7 +169,7 @@ def test_control_a_first_draft_that_is_not_checked_changes_the_ids(
         return [*draft[:accepted], chosen[accepted]]
 
     assert play(model, [5], 20, 1).ids == expected
-    monkeypatch.setattr("mtp_runtime.loop.accept_greedy", first_unchecked)
+    monkeypatch.setattr("mtp_runtime.acceptance.accept_greedy", first_unchecked)
     assert play(model, [5], 20, 1).ids != expected
 
 

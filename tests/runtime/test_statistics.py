@@ -10,9 +10,9 @@ import pytest
 
 from mtp_engines.engine import Floats, Ids, Verified
 from mtp_runtime import Finished, Model
-from mtp_runtime.cli import _footer
 from mtp_runtime.loop import Parts, run
 from mtp_runtime.policy import FixedPolicy
+from mtp_runtime.records import footer_of
 from mtp_runtime.stats import Stats, merge
 from mtp_runtime.timing import TimedDrafter, TimedSequences
 from tests.runtime.conftest import Models
@@ -125,9 +125,9 @@ def test_the_line_after_an_answer_says_what_drafted(markov: Models) -> None:
     model = markov(draft="third")
     alone = model.complete(prompt_ids=[5, 6, 7, 5], max_new_tokens=12, draft_tokens=2)
     both = model.complete(prompt_ids=[5, 6, 7, 5], max_new_tokens=12, draft_tokens=2, drafter="mtp+ngram")
-    assert f"acceptance {alone.stats.accepted / alone.stats.drafted:.0%} (mtp " in _footer(alone)
-    assert re.search(r"\(ngram \d+ of \d+, mtp \d+ of \d+\)", _footer(both))
-    assert "(" not in _footer(model.complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=0))
+    assert f"acceptance {alone.stats.accepted / alone.stats.drafted:.0%} (mtp " in footer_of(alone)
+    assert re.search(r"\(ngram \d+ of \d+, mtp \d+ of \d+\)", footer_of(both))
+    assert "(" not in footer_of(model.complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=0))
 
 
 def test_every_accepted_count_is_counted_where_it_belongs(markov: Models) -> None:
@@ -214,7 +214,7 @@ def test_speed_is_counted_in_tokens_not_in_blocks() -> None:
     assert (seconds.prefill, seconds.draft, seconds.verify, seconds.commit) == pytest.approx((0.1, 0.1, 0.1, 0.1))
     cycles = seconds.draft + seconds.verify + seconds.commit
     assert cycles / 40 == pytest.approx(0.0075)
-    footer = _footer(finished)
+    footer = footer_of(finished)
     assert "133.3 tok/s after the first" in footer
     assert "41 tokens" in footer
     assert "10 cycles" in footer
@@ -224,9 +224,11 @@ def test_speed_is_counted_in_tokens_not_in_blocks() -> None:
 
 def test_a_generation_without_cycles_reports_no_speed_and_no_rate(markov: Models) -> None:
     """BM-04: one token has no time after the first, K = 0 has no rate; nothing is divided by zero."""
-    assert "tok/s" not in _footer(_fake_run(1))
-    assert "acceptance n/a" in _footer(markov().complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=0))
-    assert "acceptance 0%" in _footer(markov(draft="wrong").complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=1))
+    assert "tok/s" not in footer_of(_fake_run(1))
+    assert "acceptance n/a" in footer_of(markov().complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=0))
+    assert "acceptance 0%" in footer_of(
+        markov(draft="wrong").complete(prompt_ids=[5], max_new_tokens=4, draft_tokens=1)
+    )
     assert (
-        _footer(markov().complete(prompt_ids=[5], max_new_tokens=0)) == "[0 tokens, length; 0 cycles, acceptance n/a]"
+        footer_of(markov().complete(prompt_ids=[5], max_new_tokens=0)) == "[0 tokens, length; 0 cycles, acceptance n/a]"
     )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts.manifest import Limits
-from mtp_engines.engine import Floats, Ids, Sequences
-from mtp_engines.errors import BundleError, NumericsError
+from mtp_engines.engine import Choose, Floats, Ids, Sequences, Verified
+from mtp_engines.errors import BundleError, ContractError, NumericsError
 from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
 
 
 class DraftModelDrafter:
-    """Proposes what the draft model itself would say next, greedily.
+    """Proposes what the draft model itself would say next, greedily or as the request draws its tokens.
 
     Only text that is final is committed to the draft model: before a draft it consumes what it has not seen, the
     newest token included, and the last of these rows gives draft 1. For draft j it verifies drafts 1 to j - 1
@@ -24,13 +25,22 @@ class DraftModelDrafter:
 
     source = "draft-model"
 
-    def __init__(self, sequences: Sequences, prompt: list[int], limits: Limits) -> None:
-        """`sequences` are fresh ones of the draft model's engine, `limits` those of its bundle."""
-        self._sequences, self._limits = sequences, limits
+    def __init__(
+        self,
+        sequences: Sequences,
+        prompt: list[int],
+        limits: Limits,
+        drafting: Callable[[], Choose] | None = None,
+    ) -> None:
+        """`sequences` are fresh ones of the draft model's engine, `limits` those of its bundle.
+
+        `drafting` begins a draft and gives what chooses its tokens from logits; None takes the best ones.
+        """
+        self._sequences, self._limits, self._drafting = sequences, limits, drafting
         self._text = prompt[:1]
         """Every token that is final; the draft model has consumed the first `sequences.lengths[0]` of them."""
-        self._next = -1
-        """The draft model's choice after the text that it has consumed."""
+        self._newest: Verified | None = None
+        """The draft model's last row of the text that it has consumed."""
         self._broken = False
 
     def observe(self, tokens: Ids, hidden: Floats) -> None:
@@ -46,25 +56,43 @@ class DraftModelDrafter:
         if wanted < 1 or self._broken:
             return draft
         try:
-            self._catch_up()
-            draft.append(self._next)
+            verified = self._catch_up()
+            choose = None if self._drafting is None else self._drafting()
+            draft.append(_chosen(verified, choose))
             while len(draft) < wanted:
-                draft.append(int(self._sequences.verify(np.array([draft]), 1).ids[0, 0]))
+                draft.append(_chosen(self._verify(draft, 1), choose))
         except NumericsError:
             # What the text itself broke stays in the caches and states of every later row, so asking again is
             # vain; what a draft broke was never committed.
             self._broken = not draft
         return draft
 
-    def _catch_up(self) -> None:
-        """Consume the text that was not seen yet, in blocks."""
+    def _catch_up(self) -> Verified:
+        """Consume the text that was not seen yet, in blocks; the row after all of it."""
         while (start := int(self._sequences.lengths[0])) < len(self._text):
             block = self._text[start : start + self._limits.prefill_chunk]
             is_last = start + len(block) == len(self._text)
-            ids = self._sequences.verify(np.array([block]), int(is_last)).ids
-            if is_last:
-                self._next = int(ids[0, 0])
+            self._newest = self._verify(block, int(is_last))
             self._sequences.commit(np.array([len(block)]))
+        if self._newest is None:
+            raise ContractError(
+                f"The draft model's sequences hold {int(self._sequences.lengths[0])} rows that this drafter has not "
+                "written; open sequences for each generation."
+            )
+        return self._newest
+
+    def _verify(self, tokens: list[int], logit_rows: int) -> Verified:
+        if self._drafting is None:
+            return self._sequences.verify(np.array([tokens]), logit_rows)
+        return self._sequences.verify(np.array([tokens]), logit_rows, logits=True)
+
+
+def _chosen(verified: Verified, choose: Choose | None) -> int:
+    """The draft token after the one row that was scored."""
+    if choose is None:
+        return int(verified.ids[0, 0])
+    assert verified.logits is not None
+    return int(choose(verified.logits[:, 0])[0])
 
 
 def open_draft_bundle(directory: Path, target: Bundle) -> tuple[Bundle, str | None]:

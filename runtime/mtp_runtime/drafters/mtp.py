@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
-from mtp_engines.engine import Floats, Ids, Sequences
+from mtp_engines.engine import Choose, Floats, Ids, Sequences
 
 
 class MtpDrafter:
@@ -14,9 +17,18 @@ class MtpDrafter:
     `block` waiting rows (a prompt) are consumed at once.
     """
 
-    def __init__(self, sequences: Sequences, block: int, kind: str = "mtp") -> None:
-        """`kind` names the head in the statistics; what it means to draft with it is the engine's business."""
-        self.source = kind
+    def __init__(
+        self, sequences: Sequences, block: int, kind: str = "mtp", drafting: Callable[[], Choose] | None = None
+    ) -> None:
+        """Begin with no rows.
+
+        Args:
+            sequences: the target's.
+            block: most rows that wait.
+            kind: names the head in the statistics; what it means to draft with it is the engine's business.
+            drafting: begins a draft and gives what chooses its tokens; None takes the best ones.
+        """
+        self.source, self._drafting = kind, drafting
         self._sequences, self._block = sequences, block
         self._tokens: Ids = np.zeros(0, np.int64)
         self._hidden: Floats = np.zeros((0, 0), np.float32)
@@ -35,7 +47,10 @@ class MtpDrafter:
 
     def _consume(self, rows: int, draft_tokens: int) -> list[int]:
         tokens, hidden = self._tokens[None, :rows], self._hidden[None, :rows]
-        ids = self._sequences.draft(tokens, hidden, np.array([rows]), draft_tokens)
+        draft = self._sequences.draft
+        if draft_tokens and self._drafting is not None:
+            draft = partial(draft, choose=self._drafting())
+        ids = draft(tokens, hidden, np.array([rows]), draft_tokens)
         self._tokens, self._hidden = self._tokens[rows:], self._hidden[rows:]
         drafted: list[int] = ids[0].tolist()
         return drafted

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from mtp_engines.contracts.model import ModelSpec
-from mtp_engines.engine import Engine, Sequences
+from mtp_engines.engine import Choose, Engine, Sequences
 from mtp_runtime.drafters.draft_model import DraftModelDrafter
 from mtp_runtime.drafters.first import FirstDrafter
 from mtp_runtime.drafters.mtp import MtpDrafter
@@ -29,6 +29,7 @@ class Given:
         engine: the target's.
         draft: the draft model's engine, if one was loaded.
         ngram: shortest and longest match of a lookup.
+        drafting: begins a draft whose tokens are chosen from logits; None takes the best ones.
     """
 
     prompt: list[int]
@@ -36,6 +37,7 @@ class Given:
     engine: Engine
     draft: Engine | None
     ngram: tuple[int, int]
+    drafting: Callable[[], Choose] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Entry:
 
 
 def _head(given: Given) -> Drafter:
-    return own_head(given.engine, given.sequences)
+    return own_head(given.engine, given.sequences, given.drafting)
 
 
 def _lookup(given: Given) -> Drafter:
@@ -56,7 +58,7 @@ def _lookup(given: Given) -> Drafter:
 
 def _draft_model(given: Given) -> Drafter:
     assert given.draft is not None, "a request for a draft model is refused where none was loaded"
-    return DraftModelDrafter(given.draft.sequences(), given.prompt, given.draft.limits)
+    return DraftModelDrafter(given.draft.sequences(), given.prompt, given.draft.limits, given.drafting)
 
 
 # A new drafter is a file of its own and a line here. Those that need something may also stand behind the lookup.
@@ -89,9 +91,12 @@ def make_drafter(name: str, given: Given) -> Drafter:
     return drafter if base == name else FirstDrafter([_lookup(given), drafter])
 
 
-def own_head(engine: Engine, sequences: Sequences) -> Drafter:
+def own_head(engine: Engine, sequences: Sequences, drafting: Callable[[], Choose] | None = None) -> Drafter:
     """A drafter over the bundle's own head; without one, the engine refuses to draft."""
-    return MtpDrafter(sequences, engine.limits.prefill_chunk, head_kind(engine.spec) or "mtp")
+    if engine.spec.mtp is not None and engine.spec.mtp.has_table:
+        # Rows of its logits are no ids, so it takes the best token, which any acceptor may judge.
+        drafting = None
+    return MtpDrafter(sequences, engine.limits.prefill_chunk, head_kind(engine.spec) or "mtp", drafting)
 
 
 def head_kind(model: ModelSpec) -> str | None:

@@ -9,6 +9,7 @@ releases, which it does not promise of distributions.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
@@ -79,6 +80,14 @@ class Stream:
         key = np.array([self.seed, purpose], np.uint64)
         generator = np.random.Philox(key=key, counter=np.array([0, 0, 0, position], np.uint64))
         return np.asarray(generator.random_raw(count))
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the completion `index` of a request: the request's own for 0, else 53 bits of a digest of both."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - _FRESH_BITS)
 
 
 def _uniforms(words: NDArray[np.uint64]) -> Doubles:

@@ -79,11 +79,22 @@ class Rows:
 
     def __getitem__(self, row: int, /) -> Law:
         """The law of row 0 to K; asking again makes it again."""
-        self._context.advance(self._draft[:row])
-        try:
-            return target_law(self._logits[row], self._context, self._options, self._end_tokens)
-        finally:
-            self._context.roll_back(row)
+        return law_behind(self._logits[row], self._draft[:row], self._context, self._options, self._end_tokens)
+
+
+def law_behind(
+    logits: Row,
+    draft: Sequence[int],
+    context: Context,
+    options: SamplingOptions,
+    end_tokens: Collection[int] = (),
+) -> Law:
+    """The law of the token after the context and a draft, as in `target_law`; the context is left as it was found."""
+    context.advance(draft)
+    try:
+        return target_law(logits, context, options, end_tokens)
+    finally:
+        context.roll_back(len(draft))
 
 
 def adjusted(logits: Row, context: Context, options: SamplingOptions, end_tokens: Collection[int] = ()) -> Row:

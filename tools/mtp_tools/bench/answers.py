@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtp_engines.engine import CycleSequences, Floats, Ids, Sequences
+from mtp_engines.engine import Choose, CycleSequences, Floats, Ids, Sequences
 from mtp_runtime.api import Model
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter
@@ -112,10 +112,10 @@ def head_of(model: Model) -> str:
 class TimedHead(TimedSequences):
     """Sequences that time the calls of the head, without the drafter around them."""
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """Timed under draft."""
         with timed(self._seconds, "draft", self._clock):
-            return self._inner.draft(tokens, hidden, rows, draft_tokens)
+            return super().draft(tokens, hidden, rows, draft_tokens, choose=choose)
 
 
 def _drafter(model: Model, task: Task, case: Case, sequences: Sequences) -> Drafter:

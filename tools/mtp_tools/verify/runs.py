@@ -116,10 +116,10 @@ class CommitsEverything:
         self.lengths = inner.lengths
         self.draft, self.logits, self.snapshot, self.reset = inner.draft, inner.logits, inner.snapshot, inner.reset
 
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+    def verify(self, tokens: Ids, logit_rows: int, *, logits: bool = False) -> Verified:
         """Remember how many rows were staged."""
         self._rows = tokens.shape[1]
-        return self._inner.verify(tokens, logit_rows)
+        return self._inner.verify(tokens, logit_rows, logits=logits)
 
     def commit(self, rows: Ids) -> None:
         """Run the recurrence over all rows, then claim the accepted length."""

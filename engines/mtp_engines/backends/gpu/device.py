@@ -14,6 +14,7 @@ from mtp_engines.backends.gpu.widths import Widths
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, ModelSpec
+from mtp_engines.engine import Choose
 from mtp_engines.errors import BundleError
 
 Tensor = torch.Tensor
@@ -60,7 +61,7 @@ class Device:
             self.head_pages = caches({0: mixer}, limits, batch, executor.device, executor.cache_dtype)
         self._targets: dict[int, TargetRun] = {}
         self._heads: dict[tuple[int, bool], HeadRun] = {}
-        self._vocabularies: dict[tuple[Graph, int], Vocabulary] = {}
+        self._vocabularies: dict[tuple[Graph, int, bool], Vocabulary] = {}
 
     def target(self, width: int) -> TargetRun:
         """The backbone at a width."""
@@ -78,7 +79,11 @@ class Device:
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The target's choices for float32[batch, rows, hidden_size], and which rows were numbers."""
-        return self._vocabulary("head", hidden)
+        return self._vocabulary("head", hidden).enqueue(hidden)
+
+    def score(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `choose`, and the logits they were chosen from, float32[batch, rows, vocab_size]."""
+        return self._scored("head", hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[rows, vocab_size] for float32[rows, hidden_size], for tools."""
@@ -89,12 +94,18 @@ class Device:
 
     def choose_draft(self, hidden: Tensor) -> Tensor:
         """int64[batch], the draft head's choice for float32[batch, 1, hidden_size]."""
-        assert self.spec.mtp is not None
-        ids, _ = self._vocabulary("draft_head" if self.spec.mtp.own_head else "head", hidden)
+        ids, _ = self._vocabulary(self._draft_graph, hidden).enqueue(hidden)
         return ids[:, 0]
 
-    def chain(self, last: HeadRows, lengths: Tensor, draft_tokens: int) -> list[Tensor]:
-        """Draft from the row of the newest token, int64[batch] each.
+    def draw_draft(self, hidden: Tensor, choose: Choose) -> Tensor | None:
+        """int64[batch], drafts that the host chooses; None if a logit was no number."""
+        _, finite, logits = self._scored(self._draft_graph, hidden)
+        if not bool(finite.all()):
+            return None
+        return torch.from_numpy(choose(logits[:, 0].float().cpu().numpy())).to(hidden.device)
+
+    def chain(self, last: HeadRows, lengths: Tensor, draft_tokens: int, choose: Choose | None = None) -> list[Tensor]:
+        """Draft from the row of the newest token, int64[batch] each; with `choose` the host makes each choice.
 
         Chained rows stand in the cache behind `lengths` and are written over by the next committed rows.
         """
@@ -106,15 +117,35 @@ class Device:
                 run.hidden.copy_(last.chain)
                 last = run.enqueue(lengths + (depth - 1))
             # A copy, since the head writes the next choice to the same place.
-            drafted.append(self.choose_draft(last.output).clone())
+            ids = self.choose_draft(last.output).clone() if choose is None else self.draw_draft(last.output, choose)
+            if ids is None:
+                break
+            drafted.append(ids)
         return drafted
 
-    def _vocabulary(self, graph: Graph, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _draft_graph(self) -> Graph:
+        assert self.spec.mtp is not None
+        return "draft_head" if self.spec.mtp.own_head else "head"
+
+    def _scored(self, graph: Graph, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        vocabulary = self._vocabulary(graph, hidden, scores=True)
+        ids, finite = vocabulary.enqueue(hidden)
+        assert vocabulary.logits is not None
+        return ids, finite, vocabulary.logits
+
+    def _vocabulary(self, graph: Graph, hidden: Tensor, *, scores: bool = False) -> Vocabulary:
+        """A vocabulary head over so many rows; with `scores` one that keeps the logits."""
         batch, rows, width = hidden.shape
-        key = (graph, rows)
+        key = (graph, rows, scores)
         if key not in self._vocabularies:
-            self._vocabularies[key] = Vocabulary(self.executor, graph, (batch, rows), width)
-        return self._vocabularies[key].enqueue(hidden)
+            mtp, vocab_size = self.spec.mtp, self.spec.vocab_size
+            if graph == "draft_head" and mtp is not None and mtp.draft_vocab_size is not None:
+                vocab_size = mtp.draft_vocab_size
+            self._vocabularies[key] = Vocabulary(
+                self.executor, graph, (batch, rows), width, vocab_size if scores else None
+            )
+        return self._vocabularies[key]
 
     def reset(self) -> None:
         """Forget everything."""

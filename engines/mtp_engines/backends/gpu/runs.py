@@ -97,14 +97,21 @@ class HeadRun:
 class Vocabulary:
     """A vocabulary head over a fixed number of rows."""
 
-    def __init__(self, executor: Executor, graph: Graph, shape: tuple[int, int], width: int) -> None:
-        """`shape` is batch and rows; `width` is that of a hidden row."""
+    def __init__(
+        self, executor: Executor, graph: Graph, shape: tuple[int, int], width: int, vocab_size: int | None = None
+    ) -> None:
+        """`shape` is batch and rows; `width` is that of a hidden row; with `vocab_size` the logits are kept."""
         self._shape = shape
         rows, device = shape[0] * shape[1], executor.device
         self._hidden = torch.zeros((rows, width), device=device)
         self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._checksum = torch.zeros(rows, device=device)
         into = {IDS: self._ids, CHECKSUM: self._checksum}
+        self.logits: Tensor | None = None
+        """float32[batch, rows, vocab_size] of the newest run, where they are kept."""
+        if vocab_size is not None:
+            logits = into[names.LOGITS] = torch.zeros((rows, vocab_size), device=device)
+            self.logits = logits.reshape(*shape, vocab_size)
         self._enqueue = executor.bind(graph, {names.HIDDEN: self._hidden}, into)
 
     def enqueue(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from mtp_engines.backends.gpu.capture import DEVICE_LOCK
 from mtp_engines.backends.gpu.cycle import Cycler, Redraft
 from mtp_engines.backends.gpu.device import Device, Setup, rows_at
 from mtp_engines.backends.torch.tensors import array_of
-from mtp_engines.checks import check_draft, check_room, check_rows
-from mtp_engines.engine import Cycle, Floats, Ids, Verified
+from mtp_engines.checks import check_choose, check_draft, check_room, check_rows
+from mtp_engines.engine import Choose, Cycle, Floats, Ids, Verified
 from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
 
 
@@ -55,7 +55,7 @@ class DeviceSequences:
         self._head_lengths: Ids = np.zeros(batch, np.int64)
 
     @torch.inference_mode()
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+    def verify(self, tokens: Ids, logit_rows: int, *, logits: bool = False) -> Verified:
         """Run the target over rows after the committed ones and stage the result."""
         with self._exclusive():
             self._refuse_unsound()
@@ -66,9 +66,9 @@ class DeviceSequences:
                 raise ContractError(f"verify got logit_rows = {logit_rows}, expected 0..{rows}.")
             self._kept_whole = rows > self._device.widths.widest
             hidden, tap = self._run_target(tokens, keep=self._kept_whole)
-            ids = self._choose(hidden[:, rows - logit_rows : rows], rows - logit_rows)
+            ids, scored = self._choose(hidden[:, rows - logit_rows : rows], rows - logit_rows, logits=logits)
             self._staged = rows
-            return Verified(ids, array_of(tap[:, :rows]))
+            return Verified(ids, array_of(tap[:, :rows]), scored)
 
     @torch.inference_mode()
     def commit(self, rows: Ids) -> None:
@@ -94,13 +94,15 @@ class DeviceSequences:
             self._advance(kept.astype(np.int64))
 
     @torch.inference_mode()
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """Let the head consume committed rows and propose tokens."""
         pages = self._device.head_pages
         if pages is None:
             raise ContractError("This bundle has no MTP head to draft with; build it without --no-mtp.")
         with self._exclusive():
             check_draft(tokens, hidden, rows, draft_tokens, len(self.lengths), self._spec, self._limits)
+            if choose is not None:
+                check_choose(self._spec)
             width = self._device.widths.fit(tokens.shape[1])
             pages.reserve(self._head_lengths + width + draft_tokens)
             run = self._device.head(width)
@@ -111,7 +113,7 @@ class DeviceSequences:
             last = rows_at(run.enqueue(pages.lengths), counts - 1)
             pages.lengths += counts
             self._head_lengths += rows
-            drafted = self._device.chain(last, pages.lengths, draft_tokens)
+            drafted = self._device.chain(last, pages.lengths, draft_tokens, choose)
             if not drafted:
                 return np.zeros((len(rows), 0), np.int64)
             ids: Ids = torch.stack(drafted, 1).cpu().numpy()
@@ -134,7 +136,7 @@ class DeviceSequences:
                 self._advance(np.full(len(tokens), end - start, np.int64))
                 if drafting:
                     self._consume(tokens[:, start + 1 : end + 1], tap)
-            ids = self._choose(hidden[:, end - start - 1 : end - start], -1)
+            ids, _ = self._choose(hidden[:, end - start - 1 : end - start], -1)
             self._cycler.begin(ids[:, 0], tap[:, end - start - 1] if drafting else None)
             self._begun = self._sound = True
             first: Ids = ids[:, 0]
@@ -222,21 +224,26 @@ class DeviceSequences:
         device.delta.accepted.zero_()  # They are in the states now, whatever becomes of these rows.
         return run.hidden, run.tap
 
-    def _choose(self, hidden: torch.Tensor, first_row: int) -> Ids:
-        """The target's choices, at one width whatever the number of rows."""
+    def _choose(self, hidden: torch.Tensor, first_row: int, *, logits: bool = False) -> tuple[Ids, Floats | None]:
+        """The target's choices, at one width whatever the number of rows, and what they were chosen from."""
         batch, rows, width = hidden.shape
         if not rows:
-            return np.zeros((batch, 0), np.int64)
-        ids, finite = [], []
+            empty = np.zeros((batch, 0, self._spec.vocab_size), np.float32)
+            return np.zeros((batch, 0), np.int64), empty if logits else None
+        ids, finite, scored = [], [], []
         for start in range(0, rows, self._device.widths.widest):
             part = hidden[:, start : start + self._device.widths.widest]
             wide = torch.zeros((batch, self._device.widths.fit(part.shape[1]), width), device=hidden.device)
             wide[:, : part.shape[1]] = part
-            chosen, numbers = self._device.choose(wide)
+            if logits:
+                chosen, numbers, scores = self._device.score(wide)
+                scored.append(scores[:, : part.shape[1]].float().cpu().numpy().copy())
+            else:
+                chosen, numbers = self._device.choose(wide)
             ids.append(chosen[:, : part.shape[1]].cpu().numpy().copy())
             finite.append(numbers[:, : part.shape[1]].cpu().numpy())
         self._refuse_non_numbers(np.concatenate(finite, 1), first_row)
-        return np.concatenate(ids, 1)
+        return np.concatenate(ids, 1), np.concatenate(scored, 1) if logits else None
 
     def _refuse_non_numbers(self, finite: npt.NDArray[np.bool_], first_row: int) -> None:
         if not finite.all():

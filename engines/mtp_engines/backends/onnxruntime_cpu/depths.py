@@ -9,7 +9,7 @@ from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
-from mtp_engines.engine import Floats, Ids
+from mtp_engines.engine import Choose, Floats, Ids
 
 
 def draft_head(
@@ -36,7 +36,7 @@ class DeepHead:
         self._carry: list[list[Floats]] = [[np.zeros((0, 0), np.float32)] * batch for _ in graphs]
         """Output of each depth for its last finished row, [1, width], or no row."""
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """See `mtp_engines.engine.Sequences.draft`; no more than the trained depths are proposed."""
         before = self._finished[0].copy()
         known = [tokens[b, : rows[b]].tolist() for b in range(self._batch)]
@@ -51,9 +51,9 @@ class DeepHead:
             counts = np.array([min(len(wanted[b]), len(inputs[b])) for b in range(self._batch)])
             outputs = self._run(graph, depth, wanted, inputs, counts)
             if proposing:
-                ids, finite = self._head.choose(np.stack([_last(output) for output in outputs]))
-                if finite.all():
-                    drafted.append(ids[:, 0])
+                ids = self._head.draw(np.stack([_last(output) for output in outputs]), choose)
+                if ids is not None:
+                    drafted.append(ids)
             finished = np.maximum(before + rows - depth, 0)
             inputs = self._next_inputs(depth, outputs, finished)
             self._finished[depth] = finished

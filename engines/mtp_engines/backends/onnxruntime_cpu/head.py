@@ -1,4 +1,4 @@
-"""The vocabulary head: token ids of hidden rows, chosen inside the graph."""
+"""The vocabulary head: token ids of hidden rows, chosen inside the graph, and the logits where they are asked for."""
 
 from __future__ import annotations
 
@@ -6,38 +6,69 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from mtp_engines.backends.onnxruntime_cpu.buffers import Bound
+from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
 from mtp_engines.contracts import names
-from mtp_engines.engine import Floats, Ids
+from mtp_engines.engine import Choose, Floats, Ids
 from mtp_engines.lowering.heads import CHECKSUM, IDS
+
+Finite = npt.NDArray[np.bool_]
 
 
 class VocabularyHead:
-    """Greedy choices over a whole vocabulary; the logits stay inside the session."""
+    """Choices over a whole vocabulary; greedy ones leave the logits inside the session."""
 
     def __init__(self, session: ort.InferenceSession, hidden_size: int) -> None:
         self._session, self._hidden_size = session, hidden_size
-        self._bound: dict[int, tuple[Bound, Floats, Ids, Floats]] = {}
+        (logits,) = (output for output in session.get_outputs() if output.name == names.LOGITS)
+        self._vocab_size = int(logits.shape[-1])
+        self._runs: dict[tuple[int, bool], _Run] = {}
 
-    def choose(self, hidden: Floats) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    def choose(self, hidden: Floats) -> tuple[Ids, Finite]:
         """int64[batch, rows] ids for float32[batch, rows, hidden_size], and which rows were finite."""
-        batch, rows, _ = hidden.shape
-        if rows == 0:
-            return np.zeros((batch, 0), np.int64), np.ones((batch, 0), np.bool_)
-        bound, inputs, ids, checksum = self._buffers(batch * rows)
-        np.copyto(inputs.reshape(hidden.shape), hidden)
-        bound.run()
-        return ids.reshape(batch, rows).copy(), np.isfinite(checksum).reshape(batch, rows)
+        run = self._run(hidden, scores=False)
+        return run.ids.reshape(hidden.shape[:2]).copy(), np.isfinite(run.checksum).reshape(hidden.shape[:2])
+
+    def score(self, hidden: Floats) -> tuple[Ids, Finite, Floats]:
+        """As `choose`, and the logits, float32[batch, rows, vocab_size]."""
+        run, shape = self._run(hidden, scores=True), hidden.shape[:2]
+        finite = np.isfinite(run.checksum).reshape(shape)
+        return run.ids.reshape(shape).copy(), finite, run.logits.reshape(*shape, self._vocab_size).copy()
+
+    def draw(self, hidden: Floats, choose: Choose | None) -> Ids | None:
+        """int64[batch], a draft token for each of float32[batch, 1, hidden_size]; None if a row was not finite."""
+        if choose is None:
+            ids, finite = self.choose(hidden)
+            return ids[:, 0] if finite.all() else None
+        _, finite, logits = self.score(hidden)
+        return choose(logits[:, 0]) if finite.all() else None
 
     def logits(self, hidden: Floats) -> Floats:
         """float32[rows, vocab_size] for float32[rows, hidden_size]."""
         (logits,) = self._session.run([names.LOGITS], {names.HIDDEN: hidden})
         return np.asarray(logits, np.float32)
 
-    def _buffers(self, rows: int) -> tuple[Bound, Floats, Ids, Floats]:
-        if rows not in self._bound:
-            hidden = np.zeros((rows, self._hidden_size), np.float32)
-            ids, checksum = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
-            bound = Bound(self._session, {names.HIDDEN: hidden}, {IDS: ids, CHECKSUM: checksum})
-            self._bound[rows] = (bound, hidden, ids, checksum)
-        return self._bound[rows]
+    def _run(self, hidden: Floats, *, scores: bool) -> _Run:
+        batch, rows, _ = hidden.shape
+        key = (batch * rows, scores)
+        if key not in self._runs:
+            self._runs[key] = _Run(self._session, *key, self._hidden_size, self._vocab_size)
+        run = self._runs[key]
+        if run.bound is not None:
+            np.copyto(run.hidden.reshape(hidden.shape), hidden)
+            run.bound.run()
+        return run
+
+
+class _Run:
+    """Buffers and binding of the head over a fixed number of rows; `bound` is None where there are none."""
+
+    def __init__(
+        self, session: ort.InferenceSession, rows: int, scores: bool, hidden_size: int, vocab_size: int
+    ) -> None:
+        self.hidden = np.zeros((rows, hidden_size), np.float32)
+        self.ids, self.checksum = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
+        self.logits = np.zeros((rows if scores else 0, vocab_size), np.float32)
+        outputs: dict[str, AnyArray] = {IDS: self.ids, CHECKSUM: self.checksum}
+        if scores:
+            outputs[names.LOGITS] = self.logits
+        self.bound = Bound(session, {names.HIDDEN: self.hidden}, outputs) if rows else None

@@ -13,7 +13,7 @@ from mtp_engines.backends.onnxruntime_cpu.state import Cache
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import CachedMixer, ModelSpec, MtpSpec
-from mtp_engines.engine import Floats, Ids
+from mtp_engines.engine import Choose, Floats, Ids
 
 
 class Rows(NamedTuple):
@@ -37,7 +37,7 @@ class ChainedHead:
         self._graph, self._batch, self._head = graph, batch, head
         self._lengths: Ids = np.zeros(batch, np.int64)
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """See `mtp_engines.engine.Sequences.draft`."""
         run = self._graph.run(tokens, hidden, self._lengths)
         self._lengths += rows
@@ -47,10 +47,10 @@ class ChainedHead:
             if depth:
                 run = self._graph.run(drafted[-1][:, None], last.chain, self._lengths + depth - 1, chained=True)
                 last = run
-            ids, finite = self._head.choose(last.output)
-            if not finite.all():
+            ids = self._head.draw(last.output, choose)
+            if ids is None:
                 break
-            drafted.append(ids[:, 0])
+            drafted.append(ids)
         return _stack(drafted, self._batch)
 
     def reset(self) -> None:

@@ -15,11 +15,11 @@ from mtp_engines.backends.onnxruntime_cpu.depths import draft_head
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import TargetState, factor_buffers
-from mtp_engines.checks import check_draft, check_rows
+from mtp_engines.checks import check_choose, check_draft, check_rows
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
-from mtp_engines.engine import Floats, Ids, Verified
+from mtp_engines.engine import Choose, Floats, Ids, Verified
 from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
 
 
@@ -36,7 +36,7 @@ class CpuSequences:
         self._mtp = draft_head(sessions, spec, limits, batch, self._head) if sessions.mtp else None
         self.lengths: Ids = np.zeros(batch, np.int64)
 
-    def verify(self, tokens: Ids, logit_rows: int) -> Verified:
+    def verify(self, tokens: Ids, logit_rows: int, *, logits: bool = False) -> Verified:
         """Run the target over rows after the committed ones and stage the result."""
         with self._exclusive():
             self._staged = None
@@ -49,7 +49,11 @@ class CpuSequences:
             step.positions[:] = self.lengths[:, None] + np.arange(rows)
             step.past_length[:] = self.lengths
             step.run(self._state.committed)
-            ids, finite = self._head.choose(step.hidden[:, rows - logit_rows :])
+            scored, hidden = None, step.hidden[:, rows - logit_rows :]
+            if logits:
+                ids, finite, scored = self._head.score(hidden)
+            else:
+                ids, finite = self._head.choose(hidden)
             if not finite.all():
                 sequence, row = np.argwhere(~finite)[0]
                 position = self.lengths[sequence] + rows - logit_rows + row
@@ -58,7 +62,7 @@ class CpuSequences:
                     f"{sequence}. Check the checkpoint's weights for NaN or infinity and build it again."
                 )
             self._staged = step
-            return Verified(ids, step.tap)
+            return Verified(ids, step.tap, scored)
 
     def commit(self, rows: Ids) -> None:
         """Keep the first rows[b] staged rows of each sequence and drop the others."""
@@ -79,13 +83,15 @@ class CpuSequences:
                 self._state.committed ^= 1
                 self.lengths += kept
 
-    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
+    def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """Let the head consume committed rows and propose tokens."""
         if self._mtp is None:
             raise ContractError("This bundle has no MTP head to draft with; build it without --no-mtp.")
         with self._exclusive():
             check_draft(tokens, hidden, rows, draft_tokens, self._batch, self._spec, self._limits)
-            return self._mtp.draft(tokens, hidden, rows, draft_tokens)
+            if choose is not None:
+                check_choose(self._spec)
+            return self._mtp.draft(tokens, hidden, rows, draft_tokens, choose=choose)
 
     def logits(self, hidden: Floats) -> Floats:
         """float32[rows, vocab_size] for hidden rows."""

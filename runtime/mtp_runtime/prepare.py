@@ -1,0 +1,148 @@
+"""From a request to all that its generation needs, or a refusal that names the option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from mtp_engines.contracts.manifest import Manifest
+from mtp_engines.errors import RequestError
+from mtp_runtime.drafters.choice import choose_drafter, choose_ngram
+from mtp_runtime.request import AUTO, DEFAULT_DRAFT_TOKENS, DraftTokens, Request
+from mtp_runtime.sampling.acceptors import LOSSY, rule_of
+from mtp_runtime.sampling.decoding import Decoding
+from mtp_runtime.sampling.options import SamplingOptions
+
+_OPTIONS = tuple(field.name for field in fields(SamplingOptions) if field.name not in ("logit_bias", "bad_words"))
+"""Options that a request has under the same name and in the same form."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that the bundle can serve: all that was left open is settled.
+
+    Attributes:
+        prompt: its token ids.
+        drafter: the name of what drafts; `none` if K is 0.
+        draft_tokens: K, or `auto`.
+        ngram: shortest and longest match of a lookup.
+        limit: most tokens to emit.
+        decoding: how tokens are chosen; its seed is still open.
+        end_tokens: ids that end the answer.
+    """
+
+    prompt: list[int]
+    drafter: str
+    draft_tokens: DraftTokens
+    ngram: tuple[int, int]
+    limit: int
+    decoding: Decoding
+    end_tokens: frozenset[int]
+
+
+def check(
+    request: Request,
+    prompt: list[int],
+    manifest: Manifest,
+    has_draft_model: bool = False,
+    bad_words: Sequence[Sequence[int]] = (),
+) -> Prepared:
+    """Refuse what the bundle, and a draft model if one was loaded, cannot do; the decision never depends on K.
+
+    Args:
+        bad_words: those of the request as ids.
+
+    Raises:
+        RequestError: names the option, its value and the limit.
+    """
+    limits, vocab_size = manifest.limits, manifest.model.vocab_size
+    if request.max_new_tokens < 0:
+        raise RequestError(f"max_new_tokens is {request.max_new_tokens}, expected at least 0.")
+    if any(not stop for stop in request.stops):
+        raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
+    if not prompt:
+        raise RequestError("the prompt has no tokens; give at least one.")
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(
+            f"the prompt has the token id {outside[0]}, the model knows 0 to {vocab_size - 1}. Use this bundle's "
+            "tokenizer."
+        )
+    room = limits.max_model_len - len(prompt)
+    if room < 1:
+        longer = limits.max_model_len < manifest.model.max_position
+        remedy = ", or build the bundle with a larger --max-model-len" if longer else ""
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
+            f"Shorten the prompt{remedy}."
+        )
+    drafter = choose_drafter(request.drafter, manifest.model, has_draft_model)
+    ngram = choose_ngram(request.ngram_min, request.ngram_max, drafter)
+    draft_tokens = _draft_tokens(request, drafter, manifest)
+    return Prepared(
+        prompt,
+        drafter if draft_tokens else "none",
+        draft_tokens,
+        ngram,
+        min(room, request.max_new_tokens),
+        decoding_of(request, bad_words, vocab_size),
+        frozenset() if request.ignore_eos else manifest.eos_token_ids,
+    )
+
+
+def decoding_of(request: Request, bad_words: Sequence[Sequence[int]], vocab_size: int) -> Decoding:
+    """How the tokens of a request are chosen.
+
+    Raises:
+        RequestError: a value is out of range, or two options contradict each other; names them.
+    """
+    named = {name: getattr(request, name) for name in _OPTIONS}
+    options = SamplingOptions(**named, logit_bias=request.logit_bias or {}, bad_words=bad_words)
+    options.require_vocabulary(vocab_size)
+    rule = rule_of(request.acceptor, {name: getattr(request, name) for names in LOSSY.values() for name in names})
+    if request.n < 1:
+        raise RequestError(f"n is {request.n}, expected 1 or more.")
+    if request.n > 1 and options.is_greedy:
+        raise RequestError(
+            f"n is {request.n}, but the temperature is 0, which gives the same answer every time; use n 1, or a "
+            "temperature above 0."
+        )
+    if options.min_new_tokens > request.max_new_tokens:
+        raise RequestError(
+            f"min_new_tokens is {options.min_new_tokens}, more than max_new_tokens, which is {request.max_new_tokens}. "
+            "Correct one of them."
+        )
+    if options.min_new_tokens and request.ignore_eos:
+        raise RequestError(
+            "min_new_tokens masks end tokens, but with ignore_eos they do not end the answer; leave one of the two out."
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(request, name)
+        if count is not None and not 0 <= count <= vocab_size:
+            raise RequestError(f"{name} is {count}, expected 0 to {vocab_size}, the size of the vocabulary.")
+    return Decoding(options, rule, request.n, request.logprobs, request.prompt_logprobs)
+
+
+def _draft_tokens(request: Request, drafter: str, manifest: Manifest) -> DraftTokens:
+    asked, limit = request.draft_tokens, manifest.limits.max_draft_tokens
+    wanted = DEFAULT_DRAFT_TOKENS if asked is None else asked
+    if wanted == AUTO:
+        # Where nothing can be drafted, the best K is 0.
+        return AUTO if limit and drafter != "none" else 0
+    if request.drafter == "none" and asked:
+        raise RequestError(f"drafter is 'none', but draft_tokens is {wanted}; use 0, or another drafter.")
+    if drafter == "none":
+        if asked:
+            raise RequestError(
+                f"draft_tokens is {wanted}, but this bundle was built without an MTP head; use 0, the drafter "
+                "'ngram', or a draft model."
+            )
+        return 0
+    if asked is None:
+        return min(wanted, limit)
+    if not 0 <= wanted <= limit:
+        raise RequestError(
+            f"draft_tokens is {wanted}, this bundle was built for 0 to {limit}. Choose within, or build it again with "
+            "--draft-tokens."
+        )
+    return wanted
