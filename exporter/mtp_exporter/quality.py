@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mtp_engines.backends.onnxruntime_cpu.engine import CpuEngine
 from mtp_engines.contracts.manifest import Limits, Quality
 from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.lowering.products import FAST
+from mtp_exporter.pieces import Backbone
 from mtp_exporter.reference import final_hidden, layer_output
 from mtp_exporter.source import Floats, Source
+from mtp_exporter.vocabulary import head_logits
 
 QUALITY_ROWS = 192
-_ROWS = 16
-"""Rows whose logits are in memory at once."""
 _BLOCK_BYTES = 64 << 20
 
 
@@ -37,17 +37,11 @@ def measure_quality(
         ids: int64[rows], a text.
         advance: told of every layer of the reference.
     """
-    built = _Scores(ids)
-    engine = CpuEngine(spec, limits, "near-tie", backbone, ())
-    sequences = engine.sequences()
-    for start in range(0, len(ids), _ROWS):
-        rows = ids[None, start : start + _ROWS]
-        hidden = sequences.verify(rows, 0).hidden[0]
-        built.add(sequences.logits(_final(spec, hidden)))
-        sequences.commit(np.array([rows.shape[1]]))
-    full = _Scores(ids)
-    hidden = _reference_hidden(spec, source, ids, advance)
+    built, full = _Scores(ids), _Scores(ids)
+    hidden = _built_hidden(spec, limits, backbone, ids)
     # All rows at once, since the vocabulary head is read for every call.
+    built.add(np.concatenate([logits for _, logits in head_logits(backbone, hidden, FAST)], axis=1))
+    hidden = _reference_hidden(spec, source, ids, advance)
     full.add(_logits(spec, source, hidden))
     same = sum(a == b for a, b in zip(built.best, full.best, strict=True))
     return Quality(len(ids), full.perplexity, built.perplexity, same)
@@ -76,9 +70,14 @@ class _Scores:
         return math.exp(min(self._sum / max(len(self._ids) - 1, 1), 700.0))
 
 
-def _final(spec: ModelSpec, tap: Floats) -> Floats:
-    assert tap.shape[-1] == spec.hidden_size, "a bundle without taps hands on the state after the final norm"
-    return tap
+def _built_hidden(spec: ModelSpec, limits: Limits, path: Path, ids: npt.NDArray[np.int64]) -> Floats:
+    """float32[rows, hidden_size] after the final norm, by the kernels that will run, one layer in memory at a time."""
+    backbone = Backbone(path, spec, limits, FAST)
+    x = backbone.embed(ids)
+    for index in range(len(spec.layers)):
+        x = backbone.layer(index).run(x)
+    hidden: Floats = backbone.final(x)[0]
+    return hidden
 
 
 def _reference_hidden(

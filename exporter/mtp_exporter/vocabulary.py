@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,21 +27,35 @@ def choices(
     Each block of logits is computed by the head of the written graph and compared with NumPy over the
     checkpoint's tensor of this role.
     """
-    matrix = _head_matrix(graph)
-    vocab_size, width = source.need(role).shape
     best = np.full(len(hidden), -np.inf, np.float32)
     picked = np.zeros(len(hidden), np.int64)
-    block = max(_BLOCK_BYTES // (4 * width), 1)
-    for start in range(0, vocab_size, block):
-        rows = min(block, vocab_size - start)
-        session = open_session(_block_model(matrix, width, start, rows), graph.parent)
-        (logits,) = session.run([names.LOGITS], {names.HIDDEN: hidden})
-        compare(Pair(names.LOGITS, logits, hidden @ source.rows(role, start, rows).T))
+    for start, logits in head_logits(graph, hidden, WIDE):
+        compare(Pair(names.LOGITS, logits, hidden @ source.rows(role, start, logits.shape[1]).T))
         top = logits.argmax(-1)
         value = logits[np.arange(len(hidden)), top]
         picked = np.where(value > best, top + start, picked)
         best = np.maximum(best, value)
     return picked
+
+
+def head_logits(
+    graph: Path, hidden: npt.NDArray[np.float32], accuracy: int
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """The logits of a written graph's vocabulary head for float32[rows, width].
+
+    Args:
+        accuracy: of products with matrices of integers.
+
+    Yields:
+        For each block of the vocabulary its first id and float32[rows, ids].
+    """
+    matrix = _head_matrix(graph)
+    vocab_size, width = matrix.shape
+    block = max(_BLOCK_BYTES // (4 * width), 1)
+    for start in range(0, vocab_size, block):
+        model = _block_model(matrix, width, start, min(block, vocab_size - start), accuracy)
+        (logits,) = open_session(model, graph.parent).run([names.LOGITS], {names.HIDDEN: hidden})
+        yield start, logits
 
 
 def _head_matrix(graph: Path) -> Matrix:
@@ -53,13 +67,13 @@ def _head_matrix(graph: Path) -> Matrix:
     return matrix
 
 
-def _block_model(matrix: Matrix, width: int, start: int, rows: int) -> ir.Model:
+def _block_model(matrix: Matrix, width: int, start: int, rows: int, accuracy: int) -> ir.Model:
     """The head restricted to `rows` rows from `start`: the same bytes of the weight file."""
     g = GraphBuilder("head block")
     hidden = g.input(names.HIDDEN, "float32", ["rows", width])
     parts = [_rows(value, start, rows) for value in matrix.tensors]
     block = Matrix(tuple(g.initializer(str(part.name), part) for part in parts), matrix.storage)
-    g.output(names.LOGITS, Products(WIDE).add(g, hidden, block, axis=0), "float32", ["rows", rows])
+    g.output(names.LOGITS, Products(accuracy).add(g, hidden, block, axis=0), "float32", ["rows", rows])
     return g.model(domains=[CONTRIB])
 
 
