@@ -218,7 +218,7 @@ def test_one_trained_depth_serves_every_k_and_other_values_are_refused(tmp_path:
     for draft_tokens in (-1, 5, 99):
         with refused(f"draft_tokens is {draft_tokens}", "0 to 4"):
             generate(model, [5], 20, draft_tokens)
-    with refused("draft_tokens = 2.5", "integer"):
+    with refused("draft_tokens = 2.5", "whole number"):
         request_from({"prompt_ids": [5], "draft_tokens": 2.5}, "the request")
 
 
