@@ -113,10 +113,11 @@ def test_other_families_are_built(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.slow
 def test_a_made_up_model_of_a_published_size_is_built(tmp_path: Path) -> None:
-    """Gigabytes and two minutes: the published shape of 0.8B parameters with a prefill profile."""
+    """Gigabytes and minutes: the published shape of 0.8B parameters with a prefill profile."""
     write_checkpoint(tmp_path / "checkpoint", PUBLISHED["0.8B"])
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(CARRIED / name, tmp_path / "checkpoint" / name)
     bundle = open_bundle(build_bundle(tmp_path / "checkpoint", tmp_path / "bundle", max_model_len=4096))
-    engines = build_engines(bundle, "tensorrt-rtx", "8.9", "bf16", (1, 4, 256))
-    assert [engine.graph for engine in engines] == ["backbone", "head", "mtp"]
+    for capability in ("8.9", "12.0"):
+        engines = build_engines(bundle, "tensorrt-rtx", capability, "bf16", (1, 4, 256))
+        assert [engine.graph for engine in engines] == ["backbone", "head", "mtp"]
