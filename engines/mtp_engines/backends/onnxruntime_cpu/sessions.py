@@ -78,7 +78,7 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = _FATAL_ONLY
-    # The arena keeps the greatest prompt's buffers in every session: 140 MB at the 0.8B shape, and no speed for it.
+    # The arena keeps the greatest prompt's buffers in every session: 140 MB at the 0.8B shape.
     options.enable_cpu_mem_arena = False
     # The sessions of one engine take turns; a pool that keeps spinning would slow the next one down.
     options.add_session_config_entry("session.force_spinning_stop", "1")
