@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,8 +14,10 @@ from mtp_engines.contracts.model import ModelSpec
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Choose = Callable[[Floats], Ids]
+Choose = Callable[[Floats], Ids | None]
 """float32[batch, draft_vocab_size], a draft head's logits of one place -> int64[batch], the tokens drafted there.
+
+None ends the draft before that place.
 
 Row i of a smaller vocabulary is the token i.
 """
@@ -77,7 +79,7 @@ class Sequences(Protocol):
 
         Returns:
             int64[batch, n], oldest first; n is smaller than asked when the head stops making sense
-            (a value that is not finite), or has fewer trained depths.
+            (a value that is not finite), when `choose` ends the draft, or has fewer trained depths.
 
         Raises:
             ContractError: shapes do not fit each other; or there is a `choose`, and the head looks its ids up in a
@@ -92,6 +94,61 @@ class Sequences(Protocol):
 
     def reset(self) -> None:
         """Forget everything: length 0, states zero."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A part of the committed state of one sequence, of the target and of its draft head.
+
+    Attributes:
+        since: the first row of the caches that is held; those before are in another part.
+        length: rows that the target had committed.
+        target: rows `since` to `length` of each cache [heads, rows, width], and the recurrent states, by name.
+        head: the same of each depth of the draft head, whose rows end by 1 and the depth earlier.
+        head_lengths: rows that each depth had committed.
+        carry: output of each depth for its last row, where the next depth has still to see it.
+    """
+
+    since: int
+    length: int
+    target: dict[str, npt.NDArray[Any]]
+    head: tuple[dict[str, npt.NDArray[Any]], ...] = ()
+    head_lengths: tuple[int, ...] = ()
+    carry: tuple[Floats, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for arrays in (self.target, *self.head) for array in arrays.values())
+
+
+@runtime_checkable
+class SlotSequences(Sequences, Protocol):
+    """Sequences that also run in parts, so that each of them can begin, wait and end on its own."""
+
+    def window(self, start: int, count: int) -> SlotSequences:
+        """Neighbouring sequences with the same memory. Rows that are staged in one window are dropped by any other.
+
+        Raises:
+            ContractError: there are no such sequences.
+        """
+
+    def save(self, sequence: int, since: int = 0) -> Saved:
+        """A copy of the committed state of one sequence, without the rows before `since`.
+
+        Raises:
+            ContractError: `since` is more than was committed.
+        """
+
+    def restore(self, sequence: int, parts: Iterable[Saved]) -> None:
+        """Put saved parts, oldest first, in the place of one sequence's state.
+
+        Raises:
+            ContractError: the parts do not follow one another from row 0.
+        """
+
+    def copy(self, source: int, target: int, since: int = 0) -> None:
+        """Make one sequence the same as another, whose rows before `since` are the same already; heads are left out."""
 
 
 @dataclass(frozen=True)

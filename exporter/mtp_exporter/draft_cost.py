@@ -76,7 +76,7 @@ def time_draft_step(
     heads = []
     for graph in (head, backbone):
         scores = VocabularyHead(open_session(head_model(load_graph(graph)), folder, threads=threads), width)
-        heads.append(ChainedHead(HeadGraph(layer, spec, 0, limits, 1), 1, scores))
+        heads.append(ChainedHead(HeadGraph.of_depth(layer, spec, 0, limits, 1), 1, scores))
     tokens, rows = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     hidden = np.random.default_rng(0).standard_normal((1, 1, spec.tap_width), np.float32)
     taken: tuple[list[float], list[float]] = ([], [])

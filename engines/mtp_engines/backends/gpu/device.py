@@ -98,11 +98,12 @@ class Device:
         return ids[:, 0]
 
     def draw_draft(self, hidden: Tensor, choose: Choose) -> Tensor | None:
-        """int64[batch], drafts that the host chooses; None if a logit was no number."""
+        """int64[batch], drafts that the host chooses; None if a logit was no number, or the host ends the draft."""
         _, finite, logits = self._scored(self._draft_graph, hidden)
         if not bool(finite.all()):
             return None
-        return torch.from_numpy(choose(logits[:, 0].float().cpu().numpy())).to(hidden.device)
+        ids = choose(logits[:, 0].float().cpu().numpy())
+        return None if ids is None else torch.from_numpy(ids).to(hidden.device)
 
     def chain(self, last: HeadRows, lengths: Tensor, draft_tokens: int, choose: Choose | None = None) -> list[Tensor]:
         """Draft from the row of the newest token, int64[batch] each; with `choose` the host makes each choice.

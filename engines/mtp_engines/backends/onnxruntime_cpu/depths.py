@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph
+from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph, HeadView, put_rows
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
@@ -17,10 +18,13 @@ def draft_head(
 ) -> ChainedHead | DeepHead:
     """The draft head of a batch, with its own vocabulary head where it has one."""
     assert spec.mtp is not None
-    graphs = [HeadGraph(session, spec, depth, limits, batch) for depth, session in enumerate(sessions.mtp)]
+    graphs = [HeadGraph.of_depth(session, spec, depth, limits, batch) for depth, session in enumerate(sessions.mtp)]
     if sessions.draft_head is not None:
         head = VocabularyHead(sessions.draft_head, spec.mtp.hidden_size)
     return ChainedHead(graphs[0], batch, head) if len(graphs) == 1 else DeepHead(graphs, batch, head)
+
+
+_NO_ROW: Floats = np.zeros((0, 0), np.float32)
 
 
 class DeepHead:
@@ -33,8 +37,9 @@ class DeepHead:
     def __init__(self, graphs: list[HeadGraph], batch: int, head: VocabularyHead) -> None:
         self._graphs, self._batch, self._head = graphs, batch, head
         self._finished: Ids = np.zeros((len(graphs), batch), np.int64)
-        self._carry: list[list[Floats]] = [[np.zeros((0, 0), np.float32)] * batch for _ in graphs]
-        """Output of each depth for its last finished row, [1, width], or no row."""
+        self._carry: npt.NDArray[np.object_] = np.empty((len(graphs), batch), object)
+        """Output of each depth for its last finished row, float32[1, width], or no row."""
+        self._carry[:] = [[_NO_ROW] * batch for _ in graphs]
 
     def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """See `mtp_engines.engine.Sequences.draft`; no more than the trained depths are proposed."""
@@ -62,7 +67,30 @@ class DeepHead:
     def reset(self) -> None:
         """Empty the caches."""
         self._finished[:] = 0
-        self._carry = [[np.zeros((0, 0), np.float32)] * self._batch for _ in self._graphs]
+        for place in np.ndindex(self._carry.shape):
+            self._carry[place] = _NO_ROW
+
+    def window(self, start: int, stop: int) -> DeepHead:
+        """The head of some of the sequences, in the same memory."""
+        window = DeepHead([graph.window(start, stop) for graph in self._graphs], stop - start, self._head)
+        window._finished, window._carry = self._finished[:, start:stop], self._carry[:, start:stop]
+        return window
+
+    def view(self, sequence: int, since: int) -> HeadView:
+        """Finished rows of one sequence, of depth j from `since` - j on, which share its memory."""
+        lengths = tuple(self._finished[:, sequence].tolist())
+        rows = tuple(
+            graph.cache.rows(sequence, min(max(since - depth, 0), length), length)
+            for depth, (graph, length) in enumerate(zip(self._graphs, lengths, strict=True))
+        )
+        return HeadView(rows, lengths, tuple(self._carry[:, sequence]))
+
+    def put(self, sequence: int, view: HeadView) -> None:
+        """Write such rows, which end at the length that they tell, into one sequence."""
+        for depth, graph in enumerate(self._graphs):
+            put_rows(graph.cache, sequence, view.rows[depth], view.lengths[depth])
+            self._finished[depth, sequence] = view.lengths[depth]
+            self._carry[depth, sequence] = view.carry[depth]
 
     def _run(
         self, graph: HeadGraph, depth: int, tokens: list[list[int]], inputs: list[Floats], counts: Ids
@@ -82,11 +110,11 @@ class DeepHead:
         """What the next depth consumes: the row that trailed before, then the rows of this run."""
         inputs = []
         for b, output in enumerate(outputs):
-            carry = self._carry[depth][b]
+            carry: Floats = self._carry[depth, b]
             inputs.append(np.concatenate([carry, output]) if carry.size else output)
             new = int(finished[b] - self._finished[depth, b])
             if new > 0:
-                self._carry[depth][b] = output[new - 1 : new]
+                self._carry[depth, b] = output[new - 1 : new]
         return inputs
 
 

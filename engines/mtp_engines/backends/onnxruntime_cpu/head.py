@@ -35,7 +35,10 @@ class VocabularyHead:
         return run.ids.reshape(shape).copy(), finite, run.logits.reshape(*shape, self._vocab_size).copy()
 
     def draw(self, hidden: Floats, choose: Choose | None) -> Ids | None:
-        """int64[batch], a draft token for each of float32[batch, 1, hidden_size]; None if a row was not finite."""
+        """int64[batch], a draft token for each of float32[batch, 1, hidden_size]; None if a row was not finite.
+
+        Or if `choose` ends the draft.
+        """
         if choose is None:
             ids, finite = self.choose(hidden)
             return ids[:, 0] if finite.all() else None

@@ -57,17 +57,59 @@ class ChainedHead:
         """Empty the cache."""
         self._lengths[:] = 0
 
+    def window(self, start: int, stop: int) -> ChainedHead:
+        """The head of some of the sequences, in the same memory."""
+        window = ChainedHead(self._graph.window(start, stop), stop - start, self._head)
+        window._lengths = self._lengths[start:stop]
+        return window
+
+    def view(self, sequence: int, since: int) -> HeadView:
+        """Committed rows of one sequence from `since` on, which share its memory."""
+        length = int(self._lengths[sequence])
+        return HeadView((self._graph.cache.rows(sequence, min(since, length), length),), (length,), ())
+
+    def put(self, sequence: int, view: HeadView) -> None:
+        """Write such rows, which end at the length that they tell, into one sequence."""
+        put_rows(self._graph.cache, sequence, view.rows[0], view.lengths[0])
+        self._lengths[sequence] = view.lengths[0]
+
+
+class HeadView(NamedTuple):
+    """State of a draft head for one sequence: rows of the cache of every depth, its length, and what it carries."""
+
+    rows: tuple[dict[str, AnyArray], ...]
+    lengths: tuple[int, ...]
+    carry: tuple[Floats, ...]
+
+
+def put_rows(cache: Cache, sequence: int, rows: dict[str, AnyArray], length: int) -> None:
+    """Write rows that end at `length` into the cache of one sequence."""
+    for name, array in rows.items():
+        cache.past[name][sequence, :, length - array.shape[1] : length] = array
+
 
 class HeadGraph:
     """The session of one trained depth with its cache."""
 
-    def __init__(self, session: ort.InferenceSession, spec: ModelSpec, depth: int, limits: Limits, batch: int) -> None:
+    def __init__(self, session: ort.InferenceSession, spec: ModelSpec, cache: Cache, batch: int) -> None:
+        assert spec.mtp is not None
+        self._session, self._spec, self._mtp, self._batch = session, spec, spec.mtp, batch
+        self.cache = cache
+        self._steps: dict[tuple[int, bool], _HeadStep] = {}
+
+    @classmethod
+    def of_depth(
+        cls, session: ort.InferenceSession, spec: ModelSpec, depth: int, limits: Limits, batch: int
+    ) -> HeadGraph:
+        """One trained depth with an empty cache."""
         assert spec.mtp is not None
         mixer = spec.mtp.layers[depth].mixer
         assert isinstance(mixer, CachedMixer)
-        self._session, self._spec, self._mtp, self._batch = session, spec, spec.mtp, batch
-        self._cache = Cache(0, mixer, limits, batch)
-        self._steps: dict[tuple[int, bool], _HeadStep] = {}
+        return cls(session, spec, Cache.empty(0, mixer, limits, batch), batch)
+
+    def window(self, start: int, stop: int) -> HeadGraph:
+        """The same over some of the sequences."""
+        return HeadGraph(self._session, self._spec, self.cache.window(start, stop), stop - start)
 
     def run(self, tokens: Ids, hidden: Floats, lengths: Ids, *, chained: bool = False) -> Rows:
         """Run int64[batch, rows] tokens with their hidden states behind `lengths` rows of the cache.
@@ -78,7 +120,7 @@ class HeadGraph:
         rows = tokens.shape[1]
         key = (rows, chained and self._mtp.tap_projection)
         if key not in self._steps:
-            self._steps[key] = _HeadStep(self._session, self._spec, self._mtp, self._cache, self._batch, *key)
+            self._steps[key] = _HeadStep(self._session, self._spec, self._mtp, self.cache, self._batch, *key)
         step = self._steps[key]
         np.copyto(step.tokens, tokens)
         np.copyto(step.hidden, hidden)
