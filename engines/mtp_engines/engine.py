@@ -98,28 +98,22 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """A part of the committed state of one sequence, of the target and of its draft head.
+    """A part of the target's committed state of one sequence.
 
     Attributes:
         since: the first row of the caches that is held; those before are in another part.
-        length: rows that the target had committed.
-        target: rows `since` to `length` of each cache [heads, rows, width], and the recurrent states, by name.
-        head: the same of each depth of the draft head, whose rows end by 1 and the depth earlier.
-        head_lengths: rows that each depth had committed.
-        carry: output of each depth for its last row, where the next depth has still to see it.
+        length: rows that were committed.
+        arrays: rows `since` to `length` of each cache [heads, rows, width], and the recurrent states, by name.
     """
 
     since: int
     length: int
-    target: dict[str, npt.NDArray[Any]]
-    head: tuple[dict[str, npt.NDArray[Any]], ...] = ()
-    head_lengths: tuple[int, ...] = ()
-    carry: tuple[Floats, ...] = ()
+    arrays: dict[str, npt.NDArray[Any]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for arrays in (self.target, *self.head) for array in arrays.values())
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 @runtime_checkable
@@ -134,14 +128,16 @@ class SlotSequences(Sequences, Protocol):
         """
 
     def save(self, sequence: int, since: int = 0) -> Saved:
-        """A copy of the committed state of one sequence, without the rows before `since`.
+        """A copy of the target's committed state of one sequence, without the rows before `since`.
 
         Raises:
             ContractError: `since` is more than was committed.
         """
 
     def restore(self, sequence: int, parts: Iterable[Saved]) -> None:
-        """Put saved parts, oldest first, in the place of one sequence's state.
+        """Put saved parts, oldest first, in the place of one sequence's state; its draft head starts anew.
+
+        The head gets its rows back as it got them first: from the hidden states of the target.
 
         Raises:
             ContractError: the parts do not follow one another from row 0.

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph, HeadView, put_rows
+from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
@@ -75,22 +75,6 @@ class DeepHead:
         window = DeepHead([graph.window(start, stop) for graph in self._graphs], stop - start, self._head)
         window._finished, window._carry = self._finished[:, start:stop], self._carry[:, start:stop]
         return window
-
-    def view(self, sequence: int, since: int) -> HeadView:
-        """Finished rows of one sequence, of depth j from `since` - j on, which share its memory."""
-        lengths = tuple(self._finished[:, sequence].tolist())
-        rows = tuple(
-            graph.cache.rows(sequence, min(max(since - depth, 0), length), length)
-            for depth, (graph, length) in enumerate(zip(self._graphs, lengths, strict=True))
-        )
-        return HeadView(rows, lengths, tuple(self._carry[:, sequence]))
-
-    def put(self, sequence: int, view: HeadView) -> None:
-        """Write such rows, which end at the length that they tell, into one sequence."""
-        for depth, graph in enumerate(self._graphs):
-            put_rows(graph.cache, sequence, view.rows[depth], view.lengths[depth])
-            self._finished[depth, sequence] = view.lengths[depth]
-            self._carry[depth, sequence] = view.carry[depth]
 
     def _run(
         self, graph: HeadGraph, depth: int, tokens: list[list[int]], inputs: list[Floats], counts: Ids

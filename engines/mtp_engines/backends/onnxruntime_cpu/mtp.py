@@ -63,30 +63,6 @@ class ChainedHead:
         window._lengths = self._lengths[start:stop]
         return window
 
-    def view(self, sequence: int, since: int) -> HeadView:
-        """Committed rows of one sequence from `since` on, which share its memory."""
-        length = int(self._lengths[sequence])
-        return HeadView((self._graph.cache.rows(sequence, min(since, length), length),), (length,), ())
-
-    def put(self, sequence: int, view: HeadView) -> None:
-        """Write such rows, which end at the length that they tell, into one sequence."""
-        put_rows(self._graph.cache, sequence, view.rows[0], view.lengths[0])
-        self._lengths[sequence] = view.lengths[0]
-
-
-class HeadView(NamedTuple):
-    """State of a draft head for one sequence: rows of the cache of every depth, its length, and what it carries."""
-
-    rows: tuple[dict[str, AnyArray], ...]
-    lengths: tuple[int, ...]
-    carry: tuple[Floats, ...]
-
-
-def put_rows(cache: Cache, sequence: int, rows: dict[str, AnyArray], length: int) -> None:
-    """Write rows that end at `length` into the cache of one sequence."""
-    for name, array in rows.items():
-        cache.past[name][sequence, :, length - array.shape[1] : length] = array
-
 
 class HeadGraph:
     """The session of one trained depth with its cache."""

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
 from mtp_engines.backends.onnxruntime_cpu.depths import draft_head
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
-from mtp_engines.backends.onnxruntime_cpu.mtp import HeadView
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import Arrays, Scratch, TargetState, copies
 from mtp_engines.checks import check_choose, check_draft, check_rows
@@ -153,11 +152,7 @@ class CpuSequences:
             length = int(self.lengths[sequence])
             if not 0 <= since <= length:
                 raise ContractError(f"save got rows from {since} on, but {length} are committed.")
-            target = copies(self._view(sequence, since))
-            if self._mtp is None:
-                return Saved(since, length, target)
-            head = self._mtp.view(sequence, max(since - 1, 0))
-            return Saved(since, length, target, tuple(copies(rows) for rows in head.rows), head.lengths, head.carry)
+            return Saved(since, length, copies(self._view(sequence, since)))
 
     def restore(self, sequence: int, parts: Iterable[Saved]) -> None:
         """Put saved parts in the place of one sequence's state."""
@@ -167,10 +162,11 @@ class CpuSequences:
             for part in parts:
                 if part.since != length:
                     raise ContractError(f"restore got a part from row {part.since} on, expected row {length}.")
-                self._put(sequence, part.target, part.length)
-                if self._mtp is not None:
-                    self._mtp.put(sequence, HeadView(part.head, part.head_lengths, part.carry))
+                self._put(sequence, part.arrays, part.length)
                 length = part.length
+            self.lengths[sequence] = length
+            if self._mtp is not None:
+                self._mtp.window(sequence, sequence + 1).reset()
 
     def copy(self, source: int, target: int, since: int = 0) -> None:
         """Make one sequence the same as another, but for the heads."""
