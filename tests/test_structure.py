@@ -20,6 +20,7 @@ PACKAGES = {
     "mtp_engines": ROOT / "engines" / "mtp_engines",
     "mtp_exporter": ROOT / "exporter" / "mtp_exporter",
     "mtp_runtime": ROOT / "runtime" / "mtp_runtime",
+    "mtp_serving": ROOT / "serving" / "mtp_serving",
     "mtp_tools": ROOT / "tools" / "mtp_tools",
 }
 ALLOWED = {
@@ -27,6 +28,7 @@ ALLOWED = {
     "mtp_engines": {"mtp_plugins", "mtp_engines"},
     "mtp_exporter": {"mtp_plugins", "mtp_engines", "mtp_exporter"},
     "mtp_runtime": {"mtp_plugins", "mtp_engines", "mtp_runtime"},
+    "mtp_serving": {"mtp_engines", "mtp_runtime", "mtp_serving"},
     "mtp_tools": set(PACKAGES),
 }
 HEAVY = {"torch", "transformers", "tensorrt"}

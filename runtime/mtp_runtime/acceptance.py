@@ -8,6 +8,7 @@ from typing import Protocol
 from mtp_engines.engine import Ids, Verified
 from mtp_runtime.events import Completion
 from mtp_runtime.sampling.logprobs import TokenLogprobs
+from mtp_runtime.verification import Scored
 
 
 class Acceptor(Protocol):
@@ -28,8 +29,8 @@ class Acceptor(Protocol):
     def observe_prompt(self, following: Ids, verified: Verified) -> None:
         """Learn of rows of the prompt and int64[rows or rows - 1], the token of the prompt after each of them."""
 
-    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
-        """The accepted draft tokens and the bonus token; the last K + 1 rows are those of the draft."""
+    def accept(self, draft: Sequence[int], scored: Scored) -> list[int]:
+        """The accepted draft tokens and the bonus token; no row behind the first rejected token is asked for."""
 
     def emit(self, block: Sequence[int], verified: Verified) -> tuple[TokenLogprobs, ...] | None:
         """Learn of the tokens that are emitted, a beginning of what was accepted; their log-probabilities, if asked.
@@ -53,9 +54,9 @@ class GreedyAcceptor:
     def observe_prompt(self, following: Ids, verified: Verified) -> None:
         """Nothing to learn."""
 
-    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
+    def accept(self, draft: Sequence[int], scored: Scored) -> list[int]:
         """The longest prefix that the target chose itself, and its next token."""
-        return accept_greedy(draft, verified.ids[0].tolist())
+        return accept_greedy(draft, scored.ids)
 
     def emit(self, block: Sequence[int], verified: Verified) -> tuple[TokenLogprobs, ...] | None:
         """Nothing to learn or to report."""

@@ -14,12 +14,15 @@ from mtp_engines.engine import CycleSequences, Engine, Sequences
 from mtp_engines.errors import RequestError
 from mtp_runtime.acceptance import Acceptor, GreedyAcceptor
 from mtp_runtime.auto import Auto, Opened
+from mtp_runtime.constraints.drafter import AdmissibleDrafter
+from mtp_runtime.constraints.matcher import TokenConstraint
+from mtp_runtime.drafters.confidence import gated
 from mtp_runtime.drafters.draft_model import open_draft_bundle
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.drafters.registry import Given, head_kind, make_drafter, own_head
 from mtp_runtime.ending import Ending
 from mtp_runtime.events import Event, Finished
-from mtp_runtime.loop import Parts, WholeCycles, run
+from mtp_runtime.loop import Generation, Parts, WholeCycles
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.prepare import Prepared
 from mtp_runtime.prompts import Prompts
@@ -27,7 +30,10 @@ from mtp_runtime.request import AUTO, Request, ids_from, request_from
 from mtp_runtime.sampling.sampler import Sampler
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
-from mtp_runtime.timing import TimedAcceptor, TimedCycles, TimedDrafter, TimedSequences
+from mtp_runtime.timing import TimedAcceptor, TimedCycles, TimedDrafter, TimedSequences, TimedSlots
+from mtp_runtime.trees.tree import Tree
+from mtp_runtime.trees.verification import PathAcceptor, TreeVerification
+from mtp_runtime.verification import VerifyMode, verification_of
 
 _SCORED_LOGITS = 1 << 24
 """Logits of the prompt that are kept at once, 64 MiB."""
@@ -88,26 +94,47 @@ class Model:
             request = request_from({**vars(request), **options}, "the request")
         prepared = self.prompts.prepare(request, self.manifest, self.draft is not None)
         prepared = replace(prepared, decoding=prepared.decoding.seeded())
-        first = self._completion(prepared, request.stops, 0)
-        if prepared.decoding.completions == 1:
-            return first
-        others = (self._completion(prepared, request.stops, index) for index in range(1, prepared.decoding.completions))
+        first = self.completion(prepared, request, 0)
+        others = (self.completion(prepared, request, index) for index in range(1, prepared.decoding.completions))
         return _in_turn(first, others)
 
-    def _completion(self, prepared: Prepared, stops: tuple[str, ...], index: int) -> Iterator[Event]:
-        """One answer to a request."""
-        sequences = self.engine.sequences()
+    def completion(
+        self, prepared: Prepared, request: Request, index: int, sequences: Sequences | None = None
+    ) -> Generation:
+        """One answer to a request, ready to run.
+
+        Args:
+            prepared: the request, checked; its decoding is seeded.
+            request: what it was prepared from.
+            index: which of the answers.
+            sequences: fresh ones to run on; None opens some.
+        """
+        sequences = sequences or self.engine.sequences(1 + prepared.draft_branches)
         acceptor: Acceptor = GreedyAcceptor()
         sampler = None
         if prepared.decoding.needs_logits:
             vocab_size = self.manifest.model.vocab_size
             acceptor = sampler = Sampler(prepared.prompt, vocab_size, prepared.decoding, prepared.end_tokens, index)
-        drafting = None if sampler is None or prepared.decoding.options.is_plain else sampler.drafting
+        drawn = None if prepared.decoding.is_plain else sampler
+        drafting = None if drawn is None else drawn.drafting
+        tree = None
+        if prepared.draft_branches:
+            tree = Tree.over(sequences, prepared.draft_branches, None if drawn is None else drawn.draft_behind)
+            sequences, drafting = tree.paths, tree.branching.begin
+        if prepared.draft_confidence:
+            drafting = gated(prepared.draft_confidence, drafting)
         given = Given(prepared.prompt, sequences, self.engine, self.draft, prepared.ngram, drafting)
-        drafter = make_drafter(prepared.drafter, given)
-        ending = Ending(prepared.limit, prepared.end_tokens, TextStream(self.prompts.tokenizer, stops))
+
+        def new_drafter() -> Drafter:
+            drafter = make_drafter(prepared.drafter, given)
+            if sampler is not None and prepared.decoding.constraint is not None:
+                drafter = AdmissibleDrafter(drafter, sampler.admissible)
+            return drafter
+
+        ending = self._ending(prepared, request)
         # A backend's own cycles take the best token of each row.
-        own = sampler is None and prepared.drafter in ("none", head_kind(self.engine.spec))
+        on_host = sampler is not None or prepared.verify != "rows" or prepared.draft_confidence > 0
+        own = not on_host and prepared.drafter in ("none", head_kind(self.engine.spec))
         drafts = prepared.draft_tokens != 0
         cycles = WholeCycles(sequences, drafts) if own and isinstance(sequences, CycleSequences) else None
         policy: DraftPolicy
@@ -115,7 +142,18 @@ class Model:
             policy = self.auto.policy(prepared.drafter, len(prepared.prompt), whole=cycles is not None)
         else:
             policy = FixedPolicy(prepared.draft_tokens)
-        return self.run(prepared.prompt, sequences, drafter, policy, ending, prepared.drafter, acceptor, cycles)
+        name, verify = prepared.drafter, prepared.verify
+        drafter = new_drafter()
+        made = self.run(prepared.prompt, sequences, drafter, policy, ending, name, acceptor, cycles, verify, tree)
+        seconds = made.parts.stats.seconds
+        made.parts = replace(made.parts, new_drafter=lambda: TimedDrafter(new_drafter(), seconds))
+        return made
+
+    def _ending(self, prepared: Prepared, request: Request) -> Ending:
+        text = TextStream(self.prompts.tokenizer, request.stops, request.skip_special_tokens)
+        grammar, vocab_size = prepared.decoding.constraint, self.manifest.model.vocab_size
+        constraint = None if grammar is None else TokenConstraint(grammar, prepared.end_tokens, vocab_size)
+        return Ending(prepared.limit, prepared.end_tokens, text, constraint)
 
     def complete(self, request: Request | None = None, **options: Any) -> Finished:
         """Generate to the end and return the last event.
@@ -147,26 +185,37 @@ class Model:
         name: str | None = None,
         acceptor: Acceptor | None = None,
         cycles: WholeCycles | None = None,
-    ) -> Iterator[Event]:
-        """Generate with parts of the caller's choice; tools use it to force drafts and to look at states.
+        verify: VerifyMode = "rows",
+        tree: Tree | None = None,
+    ) -> Generation:
+        """A generation with parts of the caller's choice; tools use it to force drafts and to look at states.
 
         `name` is that of the drafter, for the statistics. `acceptor` is the greedy one if left out. With `cycles` the
-        backend drafts and accepts.
+        backend drafts and accepts. `verify` is one of `VERIFY_MODES`; a `tree`, whose paths are the sequences, is
+        verified in its own way.
         """
-        acceptor = acceptor or GreedyAcceptor()
         stats = Stats(drafter=name)
+        acceptor = acceptor or GreedyAcceptor()
+        acceptor = TimedAcceptor(acceptor, stats.seconds) if acceptor.needs_logits else acceptor
+        if tree is None:
+            timed = TimedSequences(sequences, stats.seconds)
+            verification = verification_of(verify, timed, logits=acceptor.needs_logits)
+        else:
+            acceptor = PathAcceptor(acceptor)
+            slots = TimedSlots(tree.paths.every, stats.seconds)
+            verification = TreeVerification(slots, tree.branching, acceptor, stats)
         parts = Parts(
             prefill=TimedSequences(sequences, stats.seconds, ("prefill", "prefill")),
-            sequences=TimedSequences(sequences, stats.seconds),
+            verification=verification,
             drafter=TimedDrafter(drafter, stats.seconds),
             policy=policy,
             ending=ending,
             stats=stats,
             prefill_chunk=self._prefill_chunk(acceptor),
             cycles=None if cycles is None else replace(cycles, sequences=TimedCycles(cycles.sequences, stats.seconds)),
-            acceptor=TimedAcceptor(acceptor, stats.seconds) if acceptor.needs_logits else acceptor,
+            acceptor=acceptor,
         )
-        return run(prompt, parts)
+        return Generation(prompt, parts)
 
     def _prefill_chunk(self, acceptor: Acceptor) -> int:
         """Rows of the prompt that run at once; fewer where all of their logits are kept."""
@@ -174,7 +223,7 @@ class Model:
         return min(chunk, max(1, _SCORED_LOGITS // self.engine.spec.vocab_size)) if acceptor.scores_prompt else chunk
 
 
-def _in_turn(first: Iterator[Event], others: Iterable[Iterator[Event]]) -> Iterator[Event]:
+def _in_turn(first: Generation, others: Iterable[Generation]) -> Iterator[Event]:
     yield from first
     for other in others:
         yield from other

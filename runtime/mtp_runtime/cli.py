@@ -18,10 +18,11 @@ from mtp_engines.bundle import WEIGHTS, bundles_in
 from mtp_engines.command import run_command
 from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model, load
+from mtp_runtime.constraints.flags import constraint_options
 from mtp_runtime.drafters.registry import DRAFTERS
 from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.records import footer_of, record_of
-from mtp_runtime.request import AUTO, DEFAULT_NEW_TOKENS, DraftTokens, Request, request_from, request_from_json
+from mtp_runtime.request import AUTO, DEFAULT_NEW_TOKENS, DraftTokens, Request, object_from_json, request_from
 from mtp_runtime.sampling.flags import sampling_options
 
 _SLOW_BYTES = 256 << 20
@@ -82,6 +83,7 @@ def group() -> None:
 @click.option("--ignore-eos", is_flag=True, help="Do not end at end tokens.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may repeat.")
 @sampling_options
+@constraint_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object an answer.")
 @engine_options
 def generate(
@@ -194,10 +196,19 @@ def _requests(
 
 
 def requests_from_file(path: Path, defaults: dict[str, Any]) -> list[Request]:
-    """Requests of a file with one JSON object a line.
+    """Requests of a file with one JSON object a line, whose fields override the defaults.
 
     Raises:
         RequestError: the file cannot be read, is empty, or a line is no request; names the line.
+    """
+    return [request_from(defaults | given, where) for where, given in objects_from_file(path)]
+
+
+def objects_from_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file with one JSON object a line, each with the name of its line for errors.
+
+    Raises:
+        RequestError: the file cannot be read, is empty, or a line is no JSON object; names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -208,7 +219,9 @@ def requests_from_file(path: Path, defaults: dict[str, Any]) -> list[Request]:
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise RequestError(f"{path} has no prompts; write one JSON object a line.")
-    return [request_from_json(line, defaults, f"{path} line {number}") for number, line in numbered]
+    for number, line in numbered:
+        where = f"{path} line {number}"
+        yield where, object_from_json(line, where)
 
 
 def _parse_ids(text: str) -> list[int]:

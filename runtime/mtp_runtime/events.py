@@ -8,7 +8,9 @@ from typing import Literal
 from mtp_runtime.sampling.logprobs import TokenLogprobs
 from mtp_runtime.stats import Stats
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "cancelled", "timeout"]
+"""The last two only from a scheduler: its sender gave it up, or its time was over."""
+ConstraintState = Literal["complete", "incomplete"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Emitted:
 
     `text` may lag behind the ids: it never ends inside a character, and never shows the beginning of a
     stop text that may still complete. `logprobs` has one entry for each id, if they were asked for. `index` is that
-    of the completion.
+    of the completion. `drafted` says of each id whether it was a draft token, kept by the acceptor.
     """
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    drafted: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Finished:
     """The end of a generation, with everything that was emitted.
 
     `logprobs` has one entry for each id, `prompt_logprobs` one for each token of the prompt, None for the first, if
-    they were asked for.
+    they were asked for. `constraint` says whether the answer is one that the request's constraint asks for, if it has
+    one; it is not where a limit, a stop text, or an end token before the constraint cut it.
     """
 
     token_ids: tuple[int, ...]
@@ -60,6 +64,9 @@ class Finished:
     completion: Completion = Completion()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    constraint: ConstraintState | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt whose state was taken from an earlier request."""
 
 
 Event = Emitted | Finished

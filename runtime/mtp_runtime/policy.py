@@ -132,14 +132,14 @@ class AutoPolicy:
 
     def choose(self, number: int) -> int:
         """The best K, or a larger one to see whether that would pay."""
-        cycles = self._cycles(self._estimates())
+        cycles = expected_cycles(self._estimates(), self._costs)
         rates = [tokens / seconds for tokens, seconds in cycles]
         best_rate = max(rates)
         self._chosen = best = rates.index(best_rate)
         self._saved += self._allowance() * cycles[best][0]
         self._attempt = False
         if best < len(self._positions):
-            hopes = self._cycles(self._estimates(self._tuning.hope))
+            hopes = expected_cycles(self._estimates(self._tuning.hope), self._costs)
             larger = [
                 # What the attempt costs. The prompt counts, which a head that is never asked need not read. Rows since
                 # then do not: it has to read them whenever it is asked again, be that soon or late.
@@ -179,16 +179,22 @@ class AutoPolicy:
             found.append(position.estimate(found[-1] if found else self._expected, hope))
         return found
 
-    def _cycles(self, acceptance: Sequence[float]) -> list[tuple[float, float]]:
-        """Expected emitted tokens and seconds of a cycle with every K."""
-        costs, kept, tokens = self._costs, 1.0, 1.0
-        found = [(tokens, costs.verify[0])]
-        for share, draft, verify in zip(acceptance, costs.draft, costs.verify[1:], strict=True):
-            kept *= share
-            tokens += kept
-            found.append((tokens, draft + verify + (1 - kept) * costs.commit))
-        return found
-
     def _allowance(self) -> float:
         allowances = self._tuning.allowances
         return allowances[min(self._failures, len(allowances) - 1)]
+
+
+def expected_cycles(acceptance: Sequence[float], costs: CycleCosts) -> list[tuple[float, float]]:
+    """Expected emitted tokens and seconds of a cycle with K = 0, 1, ... up to the number of positions.
+
+    Args:
+        acceptance: of each position, given that the drafts before it were kept; no more positions than were measured.
+    """
+    count = len(acceptance)
+    kept = tokens = 1.0
+    found = [(tokens, costs.verify[0])]
+    for share, draft, verify in zip(acceptance, costs.draft[:count], costs.verify[1 : count + 1], strict=True):
+        kept *= share
+        tokens += kept
+        found.append((tokens, draft + verify + (1 - kept) * costs.commit))
+    return found

@@ -8,10 +8,13 @@ from dataclasses import dataclass, fields
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
 from mtp_runtime.drafters.choice import choose_drafter, choose_ngram
+from mtp_runtime.drafters.registry import base_of
 from mtp_runtime.request import AUTO, DEFAULT_DRAFT_TOKENS, DraftTokens, Request
 from mtp_runtime.sampling.acceptors import LOSSY, rule_of
 from mtp_runtime.sampling.decoding import Decoding
 from mtp_runtime.sampling.options import SamplingOptions
+from mtp_runtime.trees.options import choose_branches
+from mtp_runtime.verification import VerifyMode
 
 _OPTIONS = tuple(field.name for field in fields(SamplingOptions) if field.name not in ("logit_bias", "bad_words"))
 """Options that a request has under the same name and in the same form."""
@@ -29,6 +32,9 @@ class Prepared:
         limit: most tokens to emit.
         decoding: how tokens are chosen; its seed is still open.
         end_tokens: ids that end the answer.
+        verify: how drafts are verified.
+        draft_confidence: where drafts end early; 0 never.
+        draft_branches: how many further paths a draft has.
     """
 
     prompt: list[int]
@@ -38,6 +44,9 @@ class Prepared:
     limit: int
     decoding: Decoding
     end_tokens: frozenset[int]
+    verify: VerifyMode = "rows"
+    draft_confidence: float = 0.0
+    draft_branches: int = 0
 
 
 def check(
@@ -55,27 +64,12 @@ def check(
     Raises:
         RequestError: names the option, its value and the limit.
     """
-    limits, vocab_size = manifest.limits, manifest.model.vocab_size
+    vocab_size = manifest.model.vocab_size
     if request.max_new_tokens < 0:
         raise RequestError(f"max_new_tokens is {request.max_new_tokens}, expected at least 0.")
     if any(not stop for stop in request.stops):
         raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
-    if not prompt:
-        raise RequestError("the prompt has no tokens; give at least one.")
-    outside = [token for token in prompt if not 0 <= token < vocab_size]
-    if outside:
-        raise RequestError(
-            f"the prompt has the token id {outside[0]}, the model knows 0 to {vocab_size - 1}. Use this bundle's "
-            "tokenizer."
-        )
-    room = limits.max_model_len - len(prompt)
-    if room < 1:
-        longer = limits.max_model_len < manifest.model.max_position
-        remedy = ", or build the bundle with a larger --max-model-len" if longer else ""
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
-            f"Shorten the prompt{remedy}."
-        )
+    room = _room(prompt, manifest)
     drafter = choose_drafter(request.drafter, manifest.model, has_draft_model)
     ngram = choose_ngram(request.ngram_min, request.ngram_max, drafter)
     draft_tokens = _draft_tokens(request, drafter, manifest)
@@ -87,6 +81,9 @@ def check(
         min(room, request.max_new_tokens),
         decoding_of(request, bad_words, vocab_size),
         frozenset() if request.ignore_eos else manifest.eos_token_ids,
+        _verify_mode(request),
+        _confidence(request, drafter, manifest),
+        choose_branches(request, drafter, draft_tokens, manifest),
     )
 
 
@@ -121,6 +118,59 @@ def decoding_of(request: Request, bad_words: Sequence[Sequence[int]], vocab_size
         if count is not None and not 0 <= count <= vocab_size:
             raise RequestError(f"{name} is {count}, expected 0 to {vocab_size}, the size of the vocabulary.")
     return Decoding(options, rule, request.n, request.logprobs, request.prompt_logprobs)
+
+
+def _room(prompt: list[int], manifest: Manifest) -> int:
+    """Tokens that fit behind the prompt."""
+    limits, vocab_size = manifest.limits, manifest.model.vocab_size
+    if not prompt:
+        raise RequestError("the prompt has no tokens; give at least one.")
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(
+            f"the prompt has the token id {outside[0]}, the model knows 0 to {vocab_size - 1}. Use this bundle's "
+            "tokenizer."
+        )
+    room = limits.max_model_len - len(prompt)
+    if room < 1:
+        longer = limits.max_model_len < manifest.model.max_position
+        remedy = ", or build the bundle with a larger --max-model-len" if longer else ""
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limits.max_model_len}. "
+            f"Shorten the prompt{remedy}."
+        )
+    return room
+
+
+def _verify_mode(request: Request) -> VerifyMode:
+    """How drafts are verified; the costs that `auto` goes by are those of `rows`."""
+    if request.verify == "step" and request.draft_tokens == AUTO:
+        raise RequestError(
+            "verify is 'step', but draft_tokens is 'auto', which would choose 0 in every cycle, since a run for each "
+            "row gains nothing; give a number, or use verify 'rows'."
+        )
+    return request.verify
+
+
+def _confidence(request: Request, drafter: str, manifest: Manifest) -> float:
+    """Where drafts end early."""
+    asked = request.draft_confidence
+    if asked is None:
+        return 0.0
+    if not 0 <= asked <= 1:
+        raise RequestError(f"draft_confidence is {asked}, expected 0 to 1; 0 never ends a draft.")
+    base, head = base_of(drafter), manifest.model.mtp
+    if asked and base in ("none", "ngram"):
+        raise RequestError(
+            f"draft_confidence is {asked}, but the drafter is {drafter!r}, which has no probabilities; leave it out, "
+            "or draft with a head or a draft model."
+        )
+    if asked and base != "draft-model" and head is not None and head.has_table:
+        raise RequestError(
+            f"draft_confidence is {asked}, but this bundle's head looks its ids up in a table, so that its logits stay "
+            "inside; leave it out, or use draft_tokens 'auto'."
+        )
+    return asked
 
 
 def _draft_tokens(request: Request, drafter: str, manifest: Manifest) -> DraftTokens:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import BundleError, RequestError
+from mtp_runtime.constraints.grammars import Grammars
+from mtp_runtime.constraints.options import NAMES, asked_of
 from mtp_runtime.prepare import Prepared, check
 from mtp_runtime.request import Request, ids_from, require_one_prompt
 
@@ -24,6 +27,7 @@ class Prompts:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.tokenizer = _load_tokenizer(directory)
+        self._grammars = Grammars(self.tokenizer)
         self._config = _load_config(directory / "tokenizer_config.json")
 
     def prepare(self, request: Request, manifest: Manifest, has_draft_model: bool = False) -> Prepared:
@@ -34,6 +38,10 @@ class Prompts:
         """
         bad_words = self._bad_words(request.bad_words or [])
         prepared = check(request, self.encode(request), manifest, has_draft_model, bad_words)
+        asked = asked_of({name: getattr(request, name) for name in NAMES}, request.min_new_tokens)
+        if asked is not None:
+            decoding = replace(prepared.decoding, constraint=self._grammars.compile(asked))
+            prepared = replace(prepared, decoding=decoding)
         if request.stops and self.tokenizer is None:
             raise RequestError("stop looks for text, but this bundle has no tokenizer; leave it out.")
         return prepared
@@ -50,12 +58,15 @@ class Prompts:
                 raise RequestError(
                     "chat renders text, but the request has prompt_ids; give a prompt or leave chat out."
                 )
+            _require_no_variables(request)
             return ids_from(request.prompt_ids)
         if request.messages is not None:
-            return self._encode(self._render(request.messages), special=False)
+            return self._encode(self._render(request.messages, request), special=False)
         assert request.prompt is not None
         if request.chat:
-            return self._encode(self._render([{"role": "user", "content": request.prompt}]), special=False)
+            messages = [{"role": "user", "content": request.prompt}]
+            return self._encode(self._render(messages, request), special=False)
+        _require_no_variables(request)
         return self._encode(request.prompt, special=True)
 
     def _bad_words(self, words: list[str | list[int]]) -> list[list[int]]:
@@ -93,7 +104,16 @@ class Prompts:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; special tokens as their text, and nothing without a tokenizer."""
+        if self.tokenizer is None:
+            return b""
+        try:
+            return self._grammars.vocabulary().bytes_of(token)
+        except RequestError:  # Some tokenizers cannot carry a constraint; then parts of a character are unknown.
+            return self.tokenizer.decode([token], skip_special_tokens=False).encode("utf-8")
+
+    def _render(self, messages: list[dict[str, Any]], request: Request) -> str:
         if not messages:
             raise RequestError("messages is empty; give at least one message.")
         for message in messages:
@@ -103,17 +123,9 @@ class Prompts:
                     f"a message needs a role and a text content, found {message!r}. Images and other parts are not "
                     "supported."
                 )
+        template, variables = self._template(), self._variables(messages, request)
         try:
-            return (
-                _environment()
-                .from_string(self._template())
-                .render(
-                    messages=messages,
-                    add_generation_prompt=True,
-                    bos_token=self._special("bos_token"),
-                    eos_token=self._special("eos_token"),
-                )
-            )
+            return _environment().from_string(template).render(variables)
         except RequestError:
             raise
         except Exception as error:  # A template is a program of somebody else's and may fail in any way.
@@ -121,6 +133,34 @@ class Prompts:
             raise RequestError(
                 f"the chat template refused the messages: {reason}. Check roles and their order."
             ) from error
+
+    def _variables(self, messages: list[dict[str, Any]], request: Request) -> dict[str, Any]:
+        variables = {
+            "messages": messages,
+            "add_generation_prompt": True,
+            "bos_token": self._special("bos_token"),
+            "eos_token": self._special("eos_token"),
+        }
+        if request.tools:
+            variables["tools"] = request.tools
+        for name, value in (request.chat_template_kwargs or {}).items():
+            if name in variables or name == "tools":
+                raise RequestError(
+                    f"chat_template_kwargs has {name!r}, which the request itself sets; leave it out there."
+                )
+            variables[name] = value
+        return variables
+
+    def reads(self, variable: str) -> bool:
+        """Whether the chat template looks at a variable.
+
+        Raises:
+            RequestError: there is no template, or it is none of jinja's.
+        """
+        try:
+            return variable in meta.find_undeclared_variables(_environment().parse(self._template()))
+        except TemplateError as error:
+            raise RequestError(f"the chat template of this bundle is not valid: {error}. Mend it.") from error
 
     def _template(self) -> str:
         file = self._directory / "chat_template.jinja"
@@ -138,6 +178,14 @@ class Prompts:
         value = self._config.get(name)
         content = value.get("content") if isinstance(value, dict) else value
         return content if isinstance(content, str) else None
+
+
+def _require_no_variables(request: Request) -> None:
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(request, name):
+            raise RequestError(
+                f"{name} is for the chat template, but the request has a prompt without one; give messages, or chat."
+            )
 
 
 def _load_config(file: Path) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def record_of(request: Request, finished: Finished) -> dict[str, Any]:
         "acceptor": completion.acceptor,
         "lossy": completion.lossy,
     }
+    if finished.constraint is not None:
+        record["constraint"] = finished.constraint
     if finished.logprobs is not None:
         record["logprobs"] = [_scores(token) for token in finished.logprobs]
     if finished.prompt_logprobs is not None:
@@ -53,7 +55,8 @@ def footer_of(finished: Finished) -> str:
     ended = f"{len(finished.token_ids)} tokens, {finished.finish_reason}"
     seed = "" if completion.seed is None else f"; seed {completion.seed}"
     lossy = f"; LOSSY acceptor {completion.acceptor}" if completion.lossy else ""
-    return f"[{ended}; {stats['cycles']} cycles, acceptance {rate}{speed}{seed}{lossy}]"
+    form = "" if finished.constraint is None else f"; constraint {finished.constraint}"
+    return f"[{ended}; {stats['cycles']} cycles, acceptance {rate}{speed}{seed}{lossy}{form}]"
 
 
 def _scores(token: TokenLogprobs) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mtp_engines.errors import RequestError
 from mtp_runtime.drafters.registry import DrafterName
 from mtp_runtime.sampling.acceptors import COUPLED, AcceptorName
 from mtp_runtime.sampling.options import SamplingOptions
+from mtp_runtime.verification import VerifyMode
 
 DEFAULT_NEW_TOKENS = 256
 AUTO: Literal["auto"] = "auto"
@@ -53,9 +54,15 @@ class Request:
         messages: a conversation, rendered by the bundle's chat template.
         id: echoed in results.
         chat: render `prompt` as one user message.
+        tools: functions that the chat template may tell the model of, in the form that it expects.
+        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
         max_new_tokens: most tokens to emit; fewer fit if the context ends first.
         draft_tokens: K; None takes 3, or the bundle's limit if that is smaller; 0 is plain decoding; `auto` chooses for
             every cycle what should bring the most tokens a second, 0 included.
+        draft_confidence: a draft ends before the product of its head's best probabilities falls below this; None never
+            ends it early.
+        draft_branches: 1 verifies a second draft beside the first, with the second best token at place 0; 2 verifies a
+            third one, with that of place 1.
         drafter: what proposes the draft: the bundle's own head by its kind (`mtp`, `eagle`, `eagle3`), `draft-model`
             (a second bundle, loaded with the first), `ngram` (prompt lookup), one of these with `+ngram` (the lookup
             where it finds something, the other otherwise) or `none`; None takes the draft model if one was loaded,
@@ -71,8 +78,18 @@ class Request:
         n: how many answers to draw, each with a seed of its own.
         logprobs: tell of each emitted token the log-probability, and of so many most probable tokens beside it.
         prompt_logprobs: the same for the tokens of the prompt.
+        verify: `rows` verifies a draft in one run of the target; `step` runs it row by row, which is slower than plain
+            decoding and gives its tokens on every backend.
         acceptor: which draft tokens are kept: `coupled` or `rejection`; `relaxed` and `typical` are lossy.
         relaxed_top_k, relaxed_delta, typical_epsilon, typical_delta: of the lossy acceptors, see `AcceptRule`.
+        json_schema: the answer is JSON of this schema.
+        json_object: the answer is a JSON object.
+        regex: the whole answer matches this expression, in the syntax of Rust's regex.
+        grammar: the answer follows this grammar, in llguidance's dialect of Lark.
+        choice: the answer is one of these texts.
+        constraint_after: the one of these five that was given begins behind this text of the answer; None begins at
+            once.
+        skip_special_tokens: special tokens are left out of the text, as stop texts see it too.
     """
 
     prompt: str | None = None
@@ -80,8 +97,12 @@ class Request:
     messages: list[dict[str, Any]] | None = None
     id: str | int | None = None
     chat: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_new_tokens: int = DEFAULT_NEW_TOKENS
     draft_tokens: DraftTokens | None = None
+    draft_confidence: float | None = None
+    draft_branches: int = 0
     drafter: DrafterName | None = None
     ngram_min: int | None = None
     ngram_max: int | None = None
@@ -102,10 +123,18 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     acceptor: AcceptorName = COUPLED
+    verify: VerifyMode = "rows"
     relaxed_top_k: int | None = None
     relaxed_delta: float | None = None
     typical_epsilon: float | None = None
     typical_delta: float | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    constraint_after: str | None = None
+    skip_special_tokens: bool = True
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -115,19 +144,18 @@ class Request:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def request_from_json(line: str, defaults: dict[str, Any], where: str) -> Request:
-    """A request from one JSON line; its fields override the defaults.
+def object_from_json(line: str, where: str) -> dict[str, Any]:
+    """The object of one JSON line.
 
     Raises:
-        RequestError: not a JSON object, an unknown field, or a value of the wrong kind.
+        RequestError: it is none.
     """
     try:
-        given = TypeAdapter(dict[str, Any]).validate_json(line)
+        return TypeAdapter(dict[str, Any]).validate_json(line)
     except ValidationError as error:
         raise RequestError(
             f"{where} is not a JSON object: {error.errors()[0]['msg']}. Write one object a line."
         ) from error
-    return request_from(defaults | given, where)
 
 
 def request_from(values: dict[str, Any], where: str) -> Request:

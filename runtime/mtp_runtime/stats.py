@@ -16,6 +16,11 @@ class Seconds:
     accept: float = 0.0
     commit: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return self.prefill + self.draft + self.verify + self.accept + self.commit
+
 
 @dataclass
 class Stats:
@@ -33,6 +38,7 @@ class Stats:
         drafter: the name of the drafter; None if a tool brought its own, or if several generations differ.
         drafted_by_source: `drafted` by the name of what made the draft; a lookup before another has two.
         accepted_by_source: `accepted` in the same way.
+        rescued: cycles in which a branch of a tree draft was accepted further than the chain.
         seconds: wall time by part.
     """
 
@@ -48,6 +54,7 @@ class Stats:
     drafter: str | None = None
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    rescued: int = 0
 
     def add_cycle(self, drafted: int, accepted: int, emitted: int, source: str = "", chosen: int | None = None) -> None:
         """Count one cycle; `source` made its draft, of which `chosen` tokens were asked for; None: as many as came."""
@@ -94,6 +101,7 @@ class Stats:
             "drafter": self.drafter,
             "drafted_by_source": self.drafted_by_source,
             "accepted_by_source": self.accepted_by_source,
+            "rescued": self.rescued,
             "seconds": vars(self.seconds),
         }
 
@@ -106,6 +114,7 @@ def merge(parts: list[Stats]) -> Stats:
         total.cycles += part.cycles
         total.drafted += part.drafted
         total.accepted += part.accepted
+        total.rescued += part.rescued
         for name in ("proposed_by_position", "reached_by_position", "accepted_by_position"):
             ours, theirs = getattr(total, name), getattr(part, name)
             ours.extend([0] * (len(theirs) - len(ours)))

@@ -14,9 +14,10 @@ class TextStream:
     The text ends before the stop text; the ids end with the token that completes it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skips = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
         self.decoded = ""
         """Everything decoded so far, cut before a stop text."""
@@ -45,7 +46,7 @@ class TextStream:
     def finish(self) -> str:
         """The rest, with bytes that never became a character shown as U+FFFD."""
         if self._tokenizer is not None and not self.stopped:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skips)
             if whole.startswith(self.decoded):
                 self.decoded = whole
         text = self.decoded[self._shown :]

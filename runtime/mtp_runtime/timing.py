@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
-from mtp_engines.engine import Choose, Cycle, CycleSequences, Floats, Ids, Sequences, Verified
+from mtp_engines.engine import Choose, Cycle, CycleSequences, Floats, Ids, Saved, Sequences, SlotSequences, Verified
 from mtp_runtime.acceptance import Acceptor
 from mtp_runtime.drafters.protocol import Drafter
 from mtp_runtime.sampling.logprobs import TokenLogprobs
 from mtp_runtime.stats import Seconds
+from mtp_runtime.verification import Scored
 
 Clock = Callable[[], float]
 
@@ -79,6 +80,31 @@ class TimedCycles(TimedSequences):
             return self._cycles.cycle(draft_tokens)
 
 
+class TimedSlots(TimedSequences):
+    """Sequences that run in parts; copying one to another counts as commit."""
+
+    def __init__(self, inner: SlotSequences, seconds: Seconds, clock: Clock = time.perf_counter) -> None:
+        super().__init__(inner, seconds, clock=clock)
+        self._slots = inner
+
+    def window(self, start: int, count: int) -> SlotSequences:
+        """Timed in the same way."""
+        return TimedSlots(self._slots.window(start, count), self._seconds, self._clock)
+
+    def save(self, sequence: int, since: int = 0) -> Saved:
+        """Passed on."""
+        return self._slots.save(sequence, since)
+
+    def restore(self, sequence: int, parts: Iterable[Saved]) -> None:
+        """Passed on."""
+        self._slots.restore(sequence, parts)
+
+    def copy(self, source: int, target: int, since: int = 0) -> None:
+        """Timed under commit."""
+        with timed(self._seconds, "commit", self._clock):
+            self._slots.copy(source, target, since)
+
+
 class TimedDrafter:
     """A drafter whose work counts as draft."""
 
@@ -119,10 +145,10 @@ class TimedAcceptor:
         with timed(self._seconds, "accept", self._clock):
             self._inner.observe_prompt(following, verified)
 
-    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
+    def accept(self, draft: Sequence[int], scored: Scored) -> list[int]:
         """Timed."""
         with timed(self._seconds, "accept", self._clock):
-            return self._inner.accept(draft, verified)
+            return self._inner.accept(draft, scored)
 
     def emit(self, block: Sequence[int], verified: Verified) -> tuple[TokenLogprobs, ...] | None:
         """Timed."""
@@ -132,9 +158,10 @@ class TimedAcceptor:
 
 @contextmanager
 def timed(seconds: Seconds, part: str, clock: Clock) -> Iterator[None]:
-    """Add the time of the block to one part, however the block ends."""
-    start = clock()
+    """Add the time of the block to one part, however the block ends, less what it added to other parts itself."""
+    start, before = clock(), seconds.total
     try:
         yield
     finally:
-        setattr(seconds, part, getattr(seconds, part) + clock() - start)
+        inside = seconds.total - before
+        setattr(seconds, part, getattr(seconds, part) + clock() - start - inside)

@@ -25,6 +25,7 @@ from mtp_runtime.sampling import Context, Stream, coupled, token_logprobs
 from mtp_runtime.sampling.sampler import Sampler
 from mtp_runtime.sampling.stream import derived_seed
 from mtp_runtime.sampling.transforms import Rows
+from mtp_runtime.verification import Scored
 from tests.fixtures.checkpoints import markov_checkpoint, tinytext_tokenizer, write_tokenizer
 from tests.runtime.conftest import Models
 from tests.runtime.decoding import FALSE_ALARM, PROMPT, TARGET, TRANSFORMS, fit, said
@@ -144,7 +145,7 @@ def test_a_place_in_a_batch_changes_no_logit_and_so_no_token(world: Model) -> No
         found = []
         for logits in (together[place], alone[0]):
             sampler = Sampler(text[:2], 6, decoding_of(request, (), 6), ())
-            found.append(sampler.accept(text[2:], Verified(np.zeros((1, 3), np.int64), logits, logits[None])))
+            found.append(sampler.accept(text[2:], Scored([0, 0, 0], logits)))
         assert found[0] == found[1]
 
 
@@ -353,7 +354,7 @@ def test_the_sampler_reports_what_the_arithmetic_says(world: Model) -> None:
     decoding = decoding_of(request, (), 6)
     sampler = Sampler([1, 2, 2], 6, decoding, ())
     verified = Verified(np.zeros((1, 3), np.int64), logits[0], logits)
-    emitted = sampler.accept([4, 5], verified)
+    emitted = sampler.accept([4, 5], Scored.last_of(verified, 3))
     laws = Rows(logits[0], [4, 5], Context([1, 2, 2], 6), decoding.options)
     assert emitted == coupled(laws, [4, 5], 0, Stream(3)).emitted
     wanted = tuple(token_logprobs(logits[0, row], token, 2) for row, token in enumerate(emitted))

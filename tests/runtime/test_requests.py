@@ -34,8 +34,6 @@ PIECES = ("A", "bc", "dS", "TO", "P!", "ef", "gh")
 PROMPT = [5, 6, 20]
 # What other tools take and this release does not have: RT-24, RT-26, RT-39, RT-53, SV-07.
 FOREIGN: dict[str, Any] = {
-    "grammar": "root ::= [0-9]",
-    "json_schema": {},
     "response_format": {"type": "json_object"},
     "top_logprobs": 2,
     "echo": True,

@@ -10,11 +10,12 @@ import pytest
 
 from mtp_engines.engine import Floats, Ids, Verified
 from mtp_runtime import Finished, Model
-from mtp_runtime.loop import Parts, run
+from mtp_runtime.loop import Generation, Parts
 from mtp_runtime.policy import FixedPolicy
 from mtp_runtime.records import footer_of
 from mtp_runtime.stats import Stats, merge
 from mtp_runtime.timing import TimedDrafter, TimedSequences
+from mtp_runtime.verification import RowsTogether
 from tests.runtime.conftest import Models
 from tests.runtime.parts import Scripted, limit_only, plain, play, streamed
 
@@ -199,8 +200,8 @@ def _fake_run(tokens: int) -> Finished:
     prefill = TimedSequences(engine, stats.seconds, ("prefill", "prefill"), engine.clock)
     timed = TimedSequences(engine, stats.seconds, clock=engine.clock)
     drafter = TimedDrafter(AsksTheEngine(timed), stats.seconds, engine.clock)
-    parts = Parts(prefill, timed, drafter, FixedPolicy(3), limit_only(tokens), stats, 256)
-    *_, finished = run([5], parts)
+    parts = Parts(prefill, RowsTogether(timed, logits=False), drafter, FixedPolicy(3), limit_only(tokens), stats, 256)
+    *_, finished = Generation([5], parts)
     assert isinstance(finished, Finished)
     return finished
 

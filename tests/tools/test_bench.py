@@ -24,10 +24,11 @@ from mtp_runtime import Model
 from mtp_runtime.stats import Stats
 from mtp_tools.bench import cli, machine, measuring
 from mtp_tools.bench.answers import Answer, CycleTime, Task, answer
-from mtp_tools.bench.cases import PLAIN, Case, acceptances_from, cases_of, widths_from
+from mtp_tools.bench.cases import PLAIN, Case, acceptances_from, branches_from, cases_of, require_served, widths_from
 from mtp_tools.bench.forcing import Script
 from mtp_tools.bench.measuring import Plan, WrongTokensError, measure, rotated
 from mtp_tools.bench.plot import levels_of, lines_of
+from mtp_tools.bench.report import case_dict, speed_table
 from mtp_tools.bench.sizes import sizes_of, step_bytes
 from mtp_tools.bench.summary import Spread, figures_of, shares, summarise
 from mtp_tools.verify.runs import CommitsEverything
@@ -43,7 +44,7 @@ SMALL = ["--prompt-tokens", "6", "--new-tokens", "12", "--repeats", "2", "--thre
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
-    return build_bundle(partial_checkpoint(folder / "checkpoint"), folder / "bundle", draft_tokens=3)
+    return build_bundle(partial_checkpoint(folder / "checkpoint"), folder / "bundle", draft_tokens=3, max_batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,10 @@ def test_plain_decoding_is_always_first_and_only_once() -> None:
         (acceptances_from, "nan", "nan"),
         (acceptances_from, "0.5;1", "'0.5;1'"),
         (acceptances_from, "1,1.0", "names 1.0 twice"),
+        (functools.partial(branches_from, acceptances=[]), "0,3", "3"),
+        (functools.partial(branches_from, acceptances=[]), "0,-1", "-1"),
+        (functools.partial(branches_from, acceptances=[]), "1,1", "names 1 twice"),
+        (functools.partial(branches_from, acceptances=[0.5]), "0,1", "--force-accept forces one draft"),
     ],
 )
 def test_a_bad_list_is_refused(parse: Callable[[str], Any], text: str, found: str) -> None:
@@ -164,6 +169,31 @@ def test_the_head_runs_though_its_tokens_are_thrown_away(model: Model) -> None:
     CountsHeadCalls.asked = 0
     answer(model, Task(**{**vars(task), "wrap": CountsHeadCalls}), PLAIN)
     assert CountsHeadCalls.asked == 0, "control: plain decoding asks the head for nothing"
+
+
+def test_branches_are_cases_of_their_own_where_a_draft_has_room_for_them(model: Model) -> None:
+    widths: list[Any] = [0, 1, 2, "auto"]
+    assert cases_of(widths, [], [0, 2]) == [PLAIN, Case(1), Case(2), Case("auto"), Case(2, None, 2)]
+    assert [case.verified_rows for case in (PLAIN, Case(3), Case(3, None, 2), Case("auto"))] == [1, 4, 12, None]
+    several = Plan([[9, 8, 7]], [PLAIN, Case(2), Case(2, None, 1)], NEW, 1, 0)
+    (round_,) = measure(model, several, no_bandwidth).rounds
+    chain, tree = summarise([round_])[1:]
+    assert chain.stats["rescued"] == 0 < tree.stats["rescued"]
+    assert tree.stats["cycles"] < chain.stats["cycles"]
+    assert "| head, 1 branch, 6 rows | 2 |" in "".join(speed_table([tree]))
+    assert case_dict(tree)["draft_branches"] == 1
+    assert list(lines_of(summarise([round_]))) == ["drafts of the head", "drafts of the head, 1 branch"]
+    with refused("asks for 2", "--max-batch-size 3"):
+        require_served([Case(2, None, 2)], 10, 10, model.manifest)
+
+
+def test_time_on_a_cpu_leaves_out_what_others_take(model: Model, bundle: Path) -> None:
+    """The wall's clock stands still here: whoever looks at it finds no time at all."""
+    task = Task(PROMPT, (), NEW, cpu_time=True)
+    assert answer(model, task, Case(2), clock=lambda: 0.0).prefill_s > 0
+    assert answer(model, Task(PROMPT, (), NEW), Case(2), clock=lambda: 0.0).prefill_s == 0, "control: the wall's clock"
+    several = run_command("mtp-run", "bench", bundle, "--cpu-time", "--threads", "2")
+    command_refused(several, "--cpu-time", "--threads 1", code=2)
 
 
 # Rounds and the check of tokens
@@ -324,6 +354,8 @@ def test_what_a_generation_keeps_grows_with_its_tokens(bundle: Path) -> None:
     assert few.weights == (bundle / "graphs" / "weights.data").stat().st_size
     assert many.caches / few.caches == pytest.approx(24 / 14)
     assert many.states == few.states > sizes_of(opened, 10, 0).states
+    twice = sizes_of(opened, 10, 3, paths=2)
+    assert (twice.weights, twice.caches, twice.states) == (few.weights, 2 * few.caches, 2 * few.states)
     assert few.total == few.weights + few.caches + few.states
 
 
@@ -455,6 +487,7 @@ def test_prompts_of_a_file_are_taken_as_they_are(bundle: Path, tmp_path: Path) -
     [
         (["--draft-tokens", "1,4"], ("asks for 4", "built for 0 to 3")),
         (["--prompt-tokens", "60"], ("60 tokens and 12 new ones are 72", "holds 64")),
+        (["--draft-branches", "2"], ("asks for 2", "runs 2 sequences together")),
         (["--json", "/nowhere/out.json"], ("--json is /nowhere/out.json", "cannot be written")),
     ],
 )

@@ -58,9 +58,11 @@ class DraftModelDrafter:
         try:
             verified = self._catch_up()
             choose = None if self._drafting is None else self._drafting()
-            draft.append(_chosen(verified, choose))
-            while len(draft) < wanted:
-                draft.append(_chosen(self._verify(draft, 1), choose))
+            while (token := _chosen(verified, choose)) is not None:
+                draft.append(token)
+                if len(draft) == wanted:
+                    break
+                verified = self._verify(draft, 1)
         except NumericsError:
             # What the text itself broke stays in the caches and states of every later row, so asking again is
             # vain; what a draft broke was never committed.
@@ -87,12 +89,13 @@ class DraftModelDrafter:
         return self._sequences.verify(np.array([tokens]), logit_rows, logits=True)
 
 
-def _chosen(verified: Verified, choose: Choose | None) -> int:
-    """The draft token after the one row that was scored."""
+def _chosen(verified: Verified, choose: Choose | None) -> int | None:
+    """The draft token after the one row that was scored; None where the draft ends."""
     if choose is None:
         return int(verified.ids[0, 0])
     assert verified.logits is not None
-    return int(choose(verified.logits[:, 0])[0])
+    ids = choose(verified.logits[:, 0])
+    return None if ids is None else int(ids[0])
 
 
 def open_draft_bundle(directory: Path, target: Bundle) -> tuple[Bundle, str | None]:

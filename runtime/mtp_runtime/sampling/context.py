@@ -7,14 +7,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mtp_runtime.constraints.matcher import TokenConstraint
 from mtp_runtime.sampling.law import Ids
 
 
 class Context:
     """Prompt and output before the next row; a token is added or taken back in constant time."""
 
-    def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
-        """Begin with an empty output; two int32[vocab_size] are kept."""
+    def __init__(self, prompt: Sequence[int], vocab_size: int, constraint: TokenConstraint | None = None) -> None:
+        """Begin with an empty output, as `constraint` does, which then goes along; two int32[vocab_size] are kept."""
+        self.constraint = constraint
+        """What the output must look like."""
         self.seen = Tally(vocab_size)
         """Tokens of prompt and output."""
         self.output = Tally(vocab_size)
@@ -35,6 +38,8 @@ class Context:
             self._tokens.append(token)
             self.seen.add(token)
             self.output.add(token)
+            if self.constraint is not None:
+                self.constraint.advance([token])
 
     def roll_back(self, count: int) -> None:
         """Take the newest `count` tokens of the output back; all is as it was before they came."""
@@ -43,6 +48,8 @@ class Context:
             token = self._tokens.pop()
             self.seen.take_back(token)
             self.output.take_back(token)
+        if self.constraint is not None:
+            self.constraint.roll_back(count)
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Whether prompt and output together end with these tokens; with none of them they always do."""

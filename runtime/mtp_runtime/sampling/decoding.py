@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mtp_runtime.constraints.grammars import Grammar
 from mtp_runtime.sampling.acceptors import AcceptRule
 from mtp_runtime.sampling.options import SamplingOptions
 from mtp_runtime.sampling.stream import Stream, derived_seed
@@ -19,6 +20,7 @@ class Decoding:
         completions: how many answers are drawn.
         logprobs: so many most probable tokens are told for each emitted one, besides that one; None tells nothing.
         prompt_logprobs: the same for the tokens of the prompt.
+        constraint: what every answer must look like; None leaves it free.
     """
 
     options: SamplingOptions
@@ -26,12 +28,18 @@ class Decoding:
     completions: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Grammar | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the target's best token is taken, whatever the text is."""
+        return self.options.is_plain and self.constraint is None
 
     @property
     def needs_logits(self) -> bool:
         """Whether ids that the graph chooses are not enough."""
         tells = self.logprobs is not None or self.prompt_logprobs is not None
-        return tells or not self.options.is_plain or self.rule.is_lossy
+        return tells or not self.is_plain or self.rule.is_lossy
 
     def seeded(self) -> Decoding:
         """With a seed, a fresh one if none was given, where anything is drawn; without one elsewhere."""

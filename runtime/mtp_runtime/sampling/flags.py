@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mtp_runtime.sampling.acceptors import ACCEPTORS
+from mtp_runtime.verification import VERIFY_MODES
 
 _NUMBERS: dict[str, tuple[type, str]] = {
     "temperature": (float, "Divides the logits; 0 is greedy.  [default: 0]"),
@@ -18,6 +19,8 @@ _NUMBERS: dict[str, tuple[type, str]] = {
     "repetition-penalty": (float, "Above 1: fewer tokens of prompt and answer again.  [default: 1]"),
     "frequency-penalty": (float, "Off a logit for each time in the answer.  [default: 0]"),
     "presence-penalty": (float, "Off a logit once in the answer.  [default: 0]"),
+    "draft-confidence": (float, "Least product of the head's best probabilities.  [default: 0]"),
+    "draft-branches": (int, "Further drafts from the first places on.  [default: 0]"),
     "min-new-tokens": (int, "End tokens are masked before.  [default: 0]"),
     "seed": (int, "Of the draws.  [default: a fresh one, reported]"),
     "n": (int, "Answers to draw.  [default: 1]"),
@@ -67,6 +70,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         bad_words: tuple[str, ...],
         bad_word_ids: tuple[list[int], ...],
         acceptor: str | None,
+        verify: str | None,
         **others: Any,
     ) -> Any:
         names = [name.replace("-", "_") for name in _NUMBERS]
@@ -74,10 +78,12 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "logit_bias": dict(logit_bias) or None,
             "bad_words": [*bad_words, *bad_word_ids] or None,
             "acceptor": acceptor,
+            "verify": verify,
         }
         return command(*args, sampling={name: value for name, value in given.items() if value is not None}, **others)
 
     options = [
+        click.option("--verify", type=click.Choice(VERIFY_MODES), help="Rows at once, or one by one.  [default: rows]"),
         click.option("--acceptor", type=click.Choice(ACCEPTORS), help="What keeps drafts.  [default: coupled]"),
         click.option("--bad-word-ids", multiple=True, type=IdsParameter(), help="The same as ids; may repeat."),
         click.option("--bad-words", multiple=True, help="Text that may not come; may repeat."),

@@ -9,6 +9,7 @@ import numpy as np
 
 from mtp_engines.engine import Choose, Floats, Ids, Verified
 from mtp_engines.errors import RequestError
+from mtp_runtime.constraints.matcher import TokenConstraint
 from mtp_runtime.events import Completion
 from mtp_runtime.sampling.accept import coupled_draft
 from mtp_runtime.sampling.context import Context
@@ -17,6 +18,7 @@ from mtp_runtime.sampling.law import Law
 from mtp_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from mtp_runtime.sampling.stream import Stream
 from mtp_runtime.sampling.transforms import Rows, law_behind
+from mtp_runtime.verification import Scored
 
 
 class Sampler:
@@ -36,7 +38,9 @@ class Sampler:
         self._options, self._rule = decoding.options, decoding.rule
         # At temperature 0 a law is one token, so a lossy rule would have nothing to judge by.
         self._judging = replace(self._options, temperature=1.0) if self._options.is_greedy else self._options
-        self._context = Context(prompt, vocab_size)
+        grammar = decoding.constraint
+        constraint = None if grammar is None else TokenConstraint(grammar, end_tokens, vocab_size)
+        self._context = Context(prompt, vocab_size, constraint)
         seed = decoding.seed_of(index)
         # Without a seed nothing is drawn: every law is one token.
         self._stream = Stream(seed or 0)
@@ -53,12 +57,13 @@ class Sampler:
         if self._decoding.prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs += self._scores(following.tolist(), verified, self._decoding.prompt_logprobs)
 
-    def accept(self, draft: Sequence[int], verified: Verified) -> list[int]:
-        """By the rule of the request, from the last K + 1 rows."""
-        assert verified.logits is not None
-        logits, position = verified.logits[0, -len(draft) - 1 :], self._context.output_length
+    def accept(self, draft: Sequence[int], scored: Scored) -> list[int]:
+        """By the rule of the request."""
+        assert scored.logits is not None
+        position = self._context.output_length
         laws, judges = (
-            Rows(logits, draft, self._context, options, self._end_tokens) for options in (self._options, self._judging)
+            Rows(scored.logits, draft, self._context, options, self._end_tokens)
+            for options in (self._options, self._judging)
         )
         # A draft that something else made, a lookup say, is not the one that was drawn last.
         told = self._draft_laws if self._drafted == list(draft) else None
@@ -77,20 +82,43 @@ class Sampler:
         self._drafted, self._draft_laws = [], []
         return self._choose
 
-    def _choose(self, logits: Floats) -> Ids:
-        row = logits[0]
-        if len(row) < self._vocab_size:
-            row = np.full(self._vocab_size, -np.inf, np.float32)
-            row[: logits.shape[1]] = logits[0]
-        try:
-            law = law_behind(row, self._drafted, self._context, self._options, self._end_tokens)
-        except RequestError:
-            # Every token that the draft can say is masked. The target may well have others.
-            law = Law.point(int(row.argmax()))
-        token = coupled_draft(law, self._stream, self._context.output_length + len(self._drafted))
+    def admissible(self, draft: list[int]) -> list[int]:
+        """The draft up to its first token that the constraint forbids, so that it is not verified in vain."""
+        if self._context.constraint is None:
+            return draft
+        kept = self._context.constraint.admissible(draft)
+        if self._drafted == draft:
+            # What is left of a drawn draft is drawn, too.
+            del self._drafted[len(kept) :], self._draft_laws[len(kept) :]
+        return kept
+
+    def draft_behind(self, logits: Floats, draft: Sequence[int]) -> int | None:
+        """The token that follows a draft in another one, by float32[draft_vocab_size]; None if all are forbidden."""
+        law = self._draft_law(logits, draft)
+        return None if law is None else self._drawn(law, draft)
+
+    def _choose(self, logits: Floats) -> Ids | None:
+        law = self._draft_law(logits[0], self._drafted)
+        if law is None:
+            return None
+        token = self._drawn(law, self._drafted)
         self._drafted.append(token)
         self._draft_laws.append(law)
         return np.array([token])
+
+    def _draft_law(self, logits: Floats, draft: Sequence[int]) -> Law | None:
+        row = logits
+        if len(row) < self._vocab_size:
+            row = np.full(self._vocab_size, -np.inf, np.float32)
+            row[: len(logits)] = logits
+        try:
+            return law_behind(row, draft, self._context, self._options, self._end_tokens)
+        except RequestError:
+            # Every token that the draft can say is masked. The target may well have others.
+            return None if self._context.constraint is not None else Law.point(int(row.argmax()))
+
+    def _drawn(self, law: Law, draft: Sequence[int]) -> int:
+        return coupled_draft(law, self._stream, self._context.output_length + len(draft))
 
     def _scores(self, tokens: Sequence[int], verified: Verified, top: int) -> tuple[TokenLogprobs, ...]:
         """Of each token by its row; the rows of a verify begin with that of the first one."""

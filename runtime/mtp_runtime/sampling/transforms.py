@@ -10,11 +10,12 @@ The order, and where the formulae are written down:
    API guide, "Frequency and presence penalties").
 4. `min_new_tokens` masks the end tokens while the output is shorter.
 5. `bad_words` masks the last token of each sequence whose other tokens are the end of prompt and output.
-6. `temperature` T: softmax(logits / T); at 0 all probability is on the best token, and steps 7 to 9 have no effect.
-7. `top_k` keeps the k best tokens (Fan et al., "Hierarchical Neural Story Generation", arXiv 1805.04833).
-8. `top_p` keeps the fewest best tokens of what is left whose probabilities sum to p or more (Holtzman et al., "The
+6. The constraint masks every token that its grammar does not allow next (`mtp_runtime.constraints`).
+7. `temperature` T: softmax(logits / T); at 0 all probability is on the best token, and steps 8 to 10 have no effect.
+8. `top_k` keeps the k best tokens (Fan et al., "Hierarchical Neural Story Generation", arXiv 1805.04833).
+9. `top_p` keeps the fewest best tokens of what is left whose probabilities sum to p or more (Holtzman et al., "The
    Curious Case of Neural Text Degeneration", arXiv 1904.09751).
-9. `min_p` keeps tokens with at least min_p times the probability of the best (Nguyen et al., "Turning Up the Heat",
+10. `min_p` keeps tokens with at least min_p times the probability of the best (Nguyen et al., "Turning Up the Heat",
    arXiv 2407.01082).
 
 Equal tokens at a border, and equal best ones, are taken by lowest id. The law is float64. A logit of minus infinity is
@@ -63,13 +64,13 @@ class Rows:
 
     def __init__(
         self,
-        logits: Row,
+        logits: Sequence[Row],
         draft: Sequence[int],
         context: Context,
         options: SamplingOptions,
         end_tokens: Collection[int] = (),
     ) -> None:
-        """`logits` is float32[K + 1, vocab_size], `draft` has K token ids; the rest is as in `target_law`."""
+        """`logits` are K + 1 rows of float32[vocab_size], `draft` has K token ids; the rest is as in `target_law`."""
         self._logits, self._draft, self._context = logits, list(draft), context
         self._options, self._end_tokens = options, end_tokens
 
@@ -98,8 +99,13 @@ def law_behind(
 
 
 def adjusted(logits: Row, context: Context, options: SamplingOptions, end_tokens: Collection[int] = ()) -> Row:
-    """The logits after bias, penalties and masks: float64[vocab_size], or the logits themselves if there are none."""
-    if not options.changes_logits:
+    """The logits after bias, penalties and masks: float64[vocab_size], or the logits themselves if there are none.
+
+    Raises:
+        RequestError: the grammar engine gave up.
+    """
+    allowed = None if context.constraint is None else context.constraint.allowed()
+    if not options.changes_logits and allowed is None:
         return logits
     row = logits.astype(np.float64)
     if options.logit_bias:
@@ -115,6 +121,8 @@ def adjusted(logits: Row, context: Context, options: SamplingOptions, end_tokens
     for word in options.bad_words:
         if context.ends_with(word[:-1]):
             row[word[-1]] = -np.inf
+    if allowed is not None:
+        row[~allowed] = -np.inf
     return row
 
 
@@ -130,8 +138,8 @@ def law_from_logits(row: Row, options: SamplingOptions) -> Law:
         raise NumericsError("a logit is infinite or not a number, expected finite ones; check the model's numerics.")
     if best == -np.inf:
         raise RequestError(
-            "every token is masked at this position, expected one that is left; loosen logit_bias, bad_words or "
-            "min_new_tokens."
+            "every token is masked at this position, expected one that is left; loosen logit_bias, bad_words, "
+            "min_new_tokens or the constraint."
         )
     if options.is_greedy:
         return Law.point(int(row.argmax()))

@@ -1,1 +1,1 @@
-"""`mtp-run acceptance`: how many drafts a target keeps, by position, on given prompts."""
+"""`mtp-run acceptance`: how well a drafter drafts, by position and domain, and what that should gain."""

@@ -7,18 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mtp_engines.engine import Choose, CycleSequences, Floats, Ids, Sequences
+from mtp_runtime.acceptance import Acceptor, GreedyAcceptor
 from mtp_runtime.api import Model
 from mtp_runtime.drafters.none import NoDrafter
 from mtp_runtime.drafters.protocol import Drafter
-from mtp_runtime.drafters.registry import head_kind
+from mtp_runtime.drafters.registry import head_kind, own_head
 from mtp_runtime.ending import Ending
 from mtp_runtime.events import Finished
-from mtp_runtime.loop import Parts, WholeCycles, run
+from mtp_runtime.loop import Generation, Parts, WholeCycles
 from mtp_runtime.policy import DraftPolicy, FixedPolicy
 from mtp_runtime.request import AUTO
 from mtp_runtime.stats import Seconds, Stats
 from mtp_runtime.text import TextStream
-from mtp_runtime.timing import Clock, TimedCycles, TimedDrafter, TimedSequences, timed
+from mtp_runtime.timing import Clock, TimedCycles, TimedDrafter, TimedSequences, TimedSlots, timed
+from mtp_runtime.trees.tree import Tree
+from mtp_runtime.trees.verification import PathAcceptor, TreeVerification
+from mtp_runtime.verification import RowsTogether, Verification
 from mtp_tools.bench.cases import Case
 from mtp_tools.bench.forcing import forced_head
 
@@ -63,6 +67,7 @@ class Task:
         host_loop: the host drafts, verifies and commits even where the backend has cycles of its own, since drafts
             are forced somewhere in the benchmark, and all of its cases have to be comparable.
         wrap: puts a fault between loop and engine, for controls.
+        cpu_time: what this process spends on a CPU is measured, not what a clock on the wall shows.
     """
 
     prompt: list[int]
@@ -71,27 +76,39 @@ class Task:
     seed: int = 0
     host_loop: bool = False
     wrap: Wrap | None = None
+    cpu_time: bool = False
 
 
 def answer(model: Model, task: Task, case: Case, clock: Clock = time.perf_counter) -> Answer:
     """Generate once. End tokens do not end it, so that every case emits the same number of tokens."""
+    clock = time.process_time if task.cpu_time else clock
     stats, heads = Stats(), Seconds()
-    inner = model.engine.sequences()
+    inner = model.engine.sequences(1 + case.draft_branches)
     sequences = task.wrap(inner) if task.wrap else inner
+    acceptor: Acceptor = GreedyAcceptor()
+    verification: Verification = RowsTogether(TimedSequences(sequences, stats.seconds, clock=clock), logits=False)
+    drafting = None
+    if case.draft_branches:
+        tree = Tree.over(sequences, case.draft_branches)
+        acceptor = paths = PathAcceptor(acceptor)
+        slots = TimedSlots(tree.paths.every, stats.seconds, clock)
+        verification = TreeVerification(slots, tree.branching, paths, stats)
+        sequences, drafting = tree.paths, tree.branching.begin
     cycles = None
     if isinstance(sequences, CycleSequences) and not task.host_loop:
         cycles = WholeCycles(TimedCycles(sequences, stats.seconds, clock), case.draft_tokens != 0)
     parts = Parts(
         prefill=TimedSequences(sequences, stats.seconds, ("prefill", "prefill"), clock),
-        sequences=TimedSequences(sequences, stats.seconds, clock=clock),
+        verification=verification,
         drafter=TimedDrafter(
-            _drafter(model, task, case, TimedHead(sequences, heads, clock=clock)), stats.seconds, clock
+            _drafter(model, task, case, TimedHead(sequences, heads, clock=clock), drafting), stats.seconds, clock
         ),
         policy=_policy(model, task, case, whole=cycles is not None),
         ending=Ending(task.new_tokens, (), TextStream(model.prompts.tokenizer, ())),
         stats=stats,
         prefill_chunk=model.engine.limits.prefill_chunk,
         cycles=cycles,
+        acceptor=acceptor,
     )
     return _timed_answer(task.prompt, parts, heads, clock)
 
@@ -118,10 +135,12 @@ class TimedHead(TimedSequences):
             return super().draft(tokens, hidden, rows, draft_tokens, choose=choose)
 
 
-def _drafter(model: Model, task: Task, case: Case, sequences: Sequences) -> Drafter:
+def _drafter(
+    model: Model, task: Task, case: Case, sequences: Sequences, drafting: Callable[[], Choose] | None
+) -> Drafter:
     if not case.draft_tokens:
         return NoDrafter()
-    head = model.drafter(sequences)
+    head = own_head(model.engine, sequences, drafting)
     if case.acceptance is None:
         return head
     vocab_size = model.manifest.model.vocab_size
@@ -131,7 +150,7 @@ def _drafter(model: Model, task: Task, case: Case, sequences: Sequences) -> Draf
 def _timed_answer(prompt: list[int], parts: Parts, heads: Seconds, clock: Clock) -> Answer:
     """Drive the loop; the time between two events is that of a cycle, what this function does is in none."""
     times: list[CycleTime] = []
-    events = run(prompt, parts)
+    events = iter(Generation(prompt, parts))
     start = clock()
     next(events)
     prefill_s = clock() - start

@@ -11,6 +11,7 @@ import click
 from mtp_engines.contracts.manifest import Manifest
 from mtp_engines.errors import RequestError
 from mtp_runtime.request import AUTO, DraftTokens
+from mtp_runtime.trees.branching import BRANCHES
 
 Value = TypeVar("Value")
 
@@ -23,10 +24,17 @@ class Case:
         draft_tokens: K; 0 is plain decoding, `auto` lets the policy choose.
         acceptance: share of right tokens among the drafts of every position that is reached; None leaves the
             drafts of the head as they are.
+        draft_branches: further paths of a draft.
     """
 
     draft_tokens: DraftTokens
     acceptance: float | None = None
+    draft_branches: int = 0
+
+    @property
+    def verified_rows(self) -> int | None:
+        """Rows of a verify, over all paths; None where K is chosen."""
+        return None if self.draft_tokens == AUTO else (1 + self.draft_branches) * (1 + self.draft_tokens)
 
     def most_draft_tokens(self, manifest: Manifest) -> int:
         """The largest K that may come."""
@@ -37,10 +45,18 @@ PLAIN = Case(0)
 """The baseline of every benchmark."""
 
 
-def cases_of(widths: Sequence[DraftTokens], acceptances: Sequence[float]) -> list[Case]:
-    """Plain decoding first, whether or not `widths` has 0, then by acceptance and K."""
+def cases_of(widths: Sequence[DraftTokens], acceptances: Sequence[float], branches: Sequence[int] = (0,)) -> list[Case]:
+    """Plain decoding first, whether or not `widths` has 0, then by acceptance, branches and K.
+
+    Branches leave out what they do not go with: `auto`, and a K below their number.
+    """
     rates: Sequence[float | None] = acceptances or [None]
-    return [PLAIN, *(Case(width, rate) for rate in rates for width in widths if width)]
+    found = [Case(width, rate, count) for rate in rates for count in branches for width in widths if width]
+    return [PLAIN, *(case for case in found if not case.draft_branches or _holds_branches(case))]
+
+
+def _holds_branches(case: Case) -> bool:
+    return case.draft_tokens != AUTO and case.draft_branches <= case.draft_tokens
 
 
 def widths_from(text: str) -> list[DraftTokens]:
@@ -55,6 +71,19 @@ def widths_from(text: str) -> list[DraftTokens]:
 
 def _width(text: str) -> DraftTokens:
     return AUTO if text.strip() == AUTO else int(text)
+
+
+def branches_from(text: str, acceptances: Sequence[float]) -> list[int]:
+    """Numbers of branches from a list with commas.
+
+    Raises:
+        UsageError: anything else, a value that no draft has, one that is named twice, or branches of forced drafts.
+    """
+    expected = f"whole numbers from 0 to {BRANCHES}"
+    found = _list(text, "--draft-branches", int, expected, lambda value: 0 <= value <= BRANCHES)
+    if any(found) and acceptances:
+        raise click.UsageError("--force-accept forces one draft, and --draft-branches asks for several; leave one out.")
+    return found
 
 
 def acceptances_from(text: str | None) -> list[float]:
@@ -100,6 +129,12 @@ def require_served(cases: Sequence[Case], longest_prompt: int, new_tokens: int, 
         raise RequestError(
             f"--draft-tokens asks for {most}, this bundle was built for 0 to {limits.max_draft_tokens}. Choose within, "
             "or build it again with --draft-tokens."
+        )
+    paths = 1 + max(case.draft_branches for case in cases)
+    if paths > limits.max_batch_size:
+        raise RequestError(
+            f"--draft-branches asks for {paths - 1}, and this bundle runs {limits.max_batch_size} sequences together, "
+            f"of which every branch is one more; build it again with --max-batch-size {paths}."
         )
     if longest_prompt + new_tokens > limits.max_model_len:
         raise RequestError(

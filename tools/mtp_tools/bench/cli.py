@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mtp_runtime.prompts import Prompts
 from mtp_runtime.request import AUTO
 from mtp_tools.bench import machine
 from mtp_tools.bench.answers import head_of
-from mtp_tools.bench.cases import acceptances_from, cases_of, require_served, widths_from
+from mtp_tools.bench.cases import acceptances_from, branches_from, cases_of, require_served, widths_from
 from mtp_tools.bench.measuring import Measured, Plan, measure
 from mtp_tools.bench.plot import draw, require_matplotlib
 from mtp_tools.bench.prompts import Given, prompts_of
@@ -57,12 +57,15 @@ class Asked:
     repeats: int
     seed: int
     engine: EngineOptions
+    draft_branches: str = "0"
+    cpu_time: bool = False
 
     @property
     def command(self) -> str:
         """The command that repeats it; every option with a value stands there."""
         given = {
             "--draft-tokens": self.draft_tokens,
+            "--draft-branches": self.draft_branches,
             "--force-accept": self.force_accept,
             "--prompts": self.prompts,
             "--prompt-tokens": self.prompt_tokens,
@@ -74,7 +77,8 @@ class Asked:
             "--device": self.engine.device,
         }
         options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-        return shlex.join(["mtp-run", "bench", str(self.directory), *options])
+        flags = ["--cpu-time"] if self.cpu_time else []
+        return shlex.join(["mtp-run", "bench", str(self.directory), *options, *flags])
 
 
 @click.command()
@@ -82,12 +86,16 @@ class Asked:
 @click.option(
     "--draft-tokens", default="0,1,2,3", show_default=True, help="Values of K, and auto; 0 is always measured."
 )
+@click.option(
+    "--draft-branches", default="0", show_default=True, help="Further drafts from the first places on: 0, 1, 2."
+)
 @click.option("--force-accept", help="Shares of right drafts, such as 1.0,0.7,0.  [default: the head's own drafts]")
 @click.option("--prompts", type=click.Path(path_type=Path), help="File with one JSON object a line.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), help="Tokens of a made-up prompt.  [default: 128]")
 @click.option("--new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that count.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of forced drafts, made-up ids.")
+@click.option("--cpu-time", is_flag=True, help="Time on a CPU, not on the wall; needs --threads 1.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="File for one JSON line with everything.")
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="PNG of tokens/s over K.")
 @engine_options
@@ -95,6 +103,8 @@ def bench(bundle: Path | None, json_file: Path | None, plot_file: Path | None, *
     """Measure plain decoding and every K in turn, on tokens that must agree."""
     if asked["prompts"] is not None and asked["prompt_tokens"] is not None:
         raise click.UsageError("give --prompts or --prompt-tokens, not both: prompts of a file are taken as they are.")
+    if asked["cpu_time"] and asked["engine"].threads != 1:
+        raise click.UsageError("--cpu-time adds up the time of all threads; give --threads 1 with it.")
     if plot_file is not None:
         require_matplotlib()
     for option, file in (("--json", json_file), ("--plot", plot_file)):
@@ -117,10 +127,12 @@ def run_bench(asked: Asked) -> tuple[dict[str, Any], list[Row]]:
     widths, rates = widths_from(asked.draft_tokens), acceptances_from(asked.force_accept)
     if rates and not any(widths):
         raise click.UsageError("--force-accept forces drafts, but --draft-tokens asks for none; add a K above 0.")
+    branches = branches_from(asked.draft_branches, rates)
     load = os.getloadavg()[0]
     opened = open_bundle(asked.directory)
     given = prompts_of(Prompts(opened.directory), opened.manifest, asked.prompts, asked.prompt_tokens, asked.seed)
-    plan = Plan(given.ids, cases_of(widths, rates), asked.new_tokens, asked.repeats, asked.seed)
+    plan = Plan(given.ids, cases_of(widths, rates, branches), asked.new_tokens, asked.repeats, asked.seed)
+    plan = replace(plan, cpu_time=asked.cpu_time)
     require_served(plan.cases, given.longest, plan.new_tokens, opened.manifest)
     before = machine.resident_bytes()
     model = open_model(asked.directory, asked.engine)
@@ -131,7 +143,7 @@ def run_bench(asked: Asked) -> tuple[dict[str, Any], list[Row]]:
     measured = measure(model, plan, bandwidth, lambda line: print(line, file=sys.stderr, flush=True))
     rows = summarise(measured.rounds)
     most = max(case.most_draft_tokens(opened.manifest) for case in plan.cases)
-    sizes = sizes_of(opened, given.longest + plan.new_tokens, most)
+    sizes = sizes_of(opened, given.longest + plan.new_tokens, most, 1 + max(case.draft_branches for case in plan.cases))
     memory = Memory(before, loaded, measured.peak_bytes, sizes).as_dict()
     found = None if threads is None else _roofline(model, measured, plan, bandwidth)
     result = _settings(asked, given, model, threads, load) | {
@@ -144,7 +156,8 @@ def run_bench(asked: Asked) -> tuple[dict[str, Any], list[Row]]:
     for line in (*speed_table(rows), "", *counts_table(rows), ""):
         print(line)
     count = "threads as the backend chooses" if threads is None else f"threads: {threads}"
-    print(f"prompt: {given.source}; new tokens: {plan.new_tokens}; rounds: {plan.repeats}; {count}")
+    clock = "; time on a CPU" if plan.cpu_time else ""
+    print(f"prompt: {given.source}; new tokens: {plan.new_tokens}; rounds: {plan.repeats}; {count}{clock}")
     print(memory_line(memory))
     print(roofline_line(found, found is not None and found["step_bytes"] < _CACHED))
     print(f"repeat: {asked.command}", flush=True)
@@ -164,6 +177,7 @@ def _settings(asked: Asked, given: Given, model: Model, threads: int | None, loa
         "repeats": asked.repeats,
         "seed": asked.seed,
         "threads": threads,
+        "cpu_time": asked.cpu_time,
         "versions": machine.versions(),
         "machine": {
             "architecture": os.uname().machine,

@@ -27,6 +27,7 @@ class Plan:
         cases: plain decoding first.
         seed: of forced drafts; the same in every round, so that rounds differ in time alone.
         wrap: puts a fault between loop and engine, for controls; plain decoding has none.
+        cpu_time: see `Task`.
     """
 
     prompts: list[list[int]]
@@ -35,6 +36,7 @@ class Plan:
     repeats: int
     seed: int
     wrap: Wrap | None = None
+    cpu_time: bool = False
 
     @property
     def host_loop(self) -> bool:
@@ -102,7 +104,8 @@ def rotated(cases: Sequence[Case], number: int) -> list[Case]:
 
 def _task(plan: Plan, prompt: list[int], continuation: Sequence[int]) -> Task:
     # The continuation that all are compared with comes from an engine without a fault.
-    return Task(prompt, continuation, plan.new_tokens, plan.seed, plan.host_loop, plan.wrap if continuation else None)
+    wrap = plan.wrap if continuation else None
+    return Task(prompt, continuation, plan.new_tokens, plan.seed, plan.host_loop, wrap, plan.cpu_time)
 
 
 def _require_equal(model: Model, case: Case, number: int, plain: Sequence[int], ours: Sequence[int]) -> None:

@@ -82,7 +82,9 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
 
 
 def _label(row: Row) -> str:
-    rate = row.case.acceptance
+    rate, branches = row.case.acceptance, row.case.draft_branches
+    if branches:
+        return f"drafts of the head, {branches} branch{'es' if branches > 1 else ''}"
     return "drafts of the head" if rate is None else f"forced acceptance {rate:g}"
 
 

@@ -63,6 +63,8 @@ def case_dict(row: Row) -> dict[str, Any]:
     """A row for JSON."""
     return {
         "draft_tokens": row.case.draft_tokens,
+        "draft_branches": row.case.draft_branches,
+        "verified_rows": row.case.verified_rows,
         "forced_acceptance": row.case.acceptance,
         "figures": {name: asdict(value) for name, value in row.figures.items()},
         "over_plain": {name: asdict(value) for name, value in row.ratios.items()},
@@ -145,7 +147,9 @@ def roofline_line(found: dict[str, Any] | None, fits_cache: bool) -> str:
 
 def _name(row: Row) -> str:
     rate = "" if row.case.acceptance is None else f"{row.case.acceptance:g} forced"
-    return f"{rate or ('head' if row.case.draft_tokens else 'plain')} | {row.case.draft_tokens}"
+    branches = row.case.draft_branches
+    tree = f"head, {branches} branch{'es' if branches > 1 else ''}, {row.case.verified_rows} rows" if branches else ""
+    return f"{rate or tree or ('head' if row.case.draft_tokens else 'plain')} | {row.case.draft_tokens}"
 
 
 def _header(columns: str) -> tuple[str, str]:

@@ -36,14 +36,14 @@ class Sizes:
         return self.weights + self.caches + self.states
 
 
-def sizes_of(bundle: Bundle, tokens: int, draft_tokens: int) -> Sizes:
-    """Sizes for one sequence of so many tokens, drafted with so many at most."""
+def sizes_of(bundle: Bundle, tokens: int, draft_tokens: int, paths: int = 1) -> Sizes:
+    """Sizes for one text of so many tokens, drafted with so many at most on so many paths."""
     spec = bundle.manifest.model
     rows = tokens + draft_tokens + 1
     return Sizes(
         weights=bundle.manifest.files[WEIGHTS].size,
-        caches=rows * cache_bytes_per_token(spec),
-        states=_HALVES * spec.state_bytes_per_sequence + (draft_tokens + 1) * spec.factor_bytes_per_row,
+        caches=paths * rows * cache_bytes_per_token(spec),
+        states=paths * (_HALVES * spec.state_bytes_per_sequence + (draft_tokens + 1) * spec.factor_bytes_per_row),
     )
 
 

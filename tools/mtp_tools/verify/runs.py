@@ -16,6 +16,7 @@ from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.policy import FixedPolicy
 from mtp_runtime.stats import Stats
 from mtp_runtime.text import TextStream
+from mtp_runtime.verification import VerifyMode
 from mtp_tools.verify.digests import Digests, digest, first_difference, state_digests
 
 Wrap = Callable[[Sequences], Sequences]
@@ -32,10 +33,22 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A verify whose rows were kept, at least some of them: int64[1, rows] tokens, how many were scored and kept."""
+
+    tokens: Ids
+    logit_rows: int
+    kept: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A run against plain decoding; all differences are None if it is lossless."""
 
     stats: Stats
+    ids: tuple[int, ...]
+    calls: list[Call]
+    """What the loop asked of the engine, so that it can be asked again."""
     first_token: int | None
     """Index of the first emitted token that differs."""
     first_state: tuple[int, str] | None
@@ -70,6 +83,28 @@ class HiddenRecorder:
         return self._inner.propose(draft_tokens)
 
 
+class Taped:
+    """Sequences that remember what was asked of them."""
+
+    def __init__(self, inner: Sequences) -> None:
+        self._inner = inner
+        self._newest: tuple[Ids, int] | None = None
+        self.calls: list[Call] = []
+        self.lengths = inner.lengths
+        self.draft, self.logits, self.snapshot, self.reset = inner.draft, inner.logits, inner.snapshot, inner.reset
+
+    def verify(self, tokens: Ids, logit_rows: int, *, logits: bool = False) -> Verified:
+        """Remembered once it is committed; a draft that makes no numbers is verified twice."""
+        self._newest = tokens.copy(), logit_rows
+        return self._inner.verify(tokens, logit_rows, logits=logits)
+
+    def commit(self, rows: Ids) -> None:
+        """Complete the call."""
+        assert self._newest is not None, "commit comes after verify"
+        self.calls.append(Call(*self._newest, int(rows[0])))
+        self._inner.commit(rows)
+
+
 def run_plain(model: Model, prompt: list[int], new_tokens: int, *, with_states: bool = True) -> Plain:
     """Decode without drafts and remember every state."""
     sequences = model.engine.sequences()
@@ -84,23 +119,30 @@ def run_plain(model: Model, prompt: list[int], new_tokens: int, *, with_states: 
 
 
 def run_against(
-    model: Model, plain: Plain, draft_tokens: int, drafter: Drafter | None = None, wrap: Wrap | None = None
+    model: Model,
+    plain: Plain,
+    draft_tokens: int,
+    drafter: Drafter | None = None,
+    wrap: Wrap | None = None,
+    verify: VerifyMode = "rows",
 ) -> Outcome:
     """Decode with drafts and compare tokens, and after every cycle the committed state, with plain decoding.
 
     Args:
         drafter: None drafts with the bundle's own head.
         wrap: puts a fault between loop and engine, for controls.
+        verify: one of `VERIFY_MODES`.
     """
     inner = model.engine.sequences()
-    sequences = wrap(inner) if wrap else inner
+    sequences = Taped(wrap(inner) if wrap else inner)
     recorder = HiddenRecorder(drafter or model.drafter(sequences))
     first_state: tuple[int, str] | None = None
-    for event in model.run(plain.prompt, sequences, recorder, FixedPolicy(draft_tokens), _ending(len(plain.ids))):
+    policy, ending = FixedPolicy(draft_tokens), _ending(len(plain.ids))
+    for event in model.run(plain.prompt, sequences, recorder, policy, ending, verify=verify):
         length = int(inner.lengths[0])
         if isinstance(event, Finished):
-            first_token = _first(event.token_ids, plain.ids)
-            return Outcome(event.stats, first_token, first_state, _first(recorder.digests, plain.hidden))
+            first_token, first_hidden = _first(event.token_ids, plain.ids), _first(recorder.digests, plain.hidden)
+            return Outcome(event.stats, event.token_ids, sequences.calls, first_token, first_state, first_hidden)
         if first_state is None and event.token_ids and plain.states:
             name = first_difference(state_digests(inner), plain.states.get(length, {"length": b""}))
             first_state = (length, name) if name else None
@@ -133,23 +175,6 @@ class KeepsOneRowTooMany(CommitsEverything):
     def commit(self, rows: Ids) -> None:
         """Keep one more than was accepted, where there is one."""
         self._inner.commit(np.minimum(rows + 1, self._rows))
-
-
-def top_two(model: Model, plain: Plain, index: int) -> tuple[int, int, float]:
-    """Plain decoding's best two ids at the place of emitted token `index`, and the gap between their logits."""
-    sequences = model.engine.sequences()
-    tokens = [*plain.prompt, *plain.ids[:index]]
-    chunk = model.engine.limits.prefill_chunk
-    start, hidden = 0, None
-    while start < len(tokens):
-        end = min(start + chunk, len(plain.prompt)) if start < len(plain.prompt) else start + 1
-        hidden = sequences.verify(np.array([tokens[start:end]]), 0).hidden[0, -1:]
-        sequences.commit(np.array([end - start]))
-        start = end
-    assert hidden is not None
-    logits = sequences.logits(hidden)[0]
-    second, first = np.argsort(logits, kind="stable")[-2:]
-    return int(first), int(second), float(logits[first] - logits[second])
 
 
 def _ending(limit: int) -> Ending:

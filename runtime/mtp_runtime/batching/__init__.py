@@ -1,0 +1,1 @@
+"""Several generations at once over the slots of one engine."""

@@ -1,0 +1,40 @@
+"""What a scheduler tells of itself, for metrics; every method does nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mtp_runtime.batching.tickets import Ticket
+from mtp_runtime.events import Emitted, Finished
+
+if TYPE_CHECKING:
+    from mtp_runtime.batching.scheduler import Scheduler
+
+
+class Watch:
+    """Called in the scheduler's thread, but for `submitted`, which comes from the sender's."""
+
+    def submitted(self, ticket: Ticket) -> None:
+        """A request waits."""
+
+    def entered(self, ticket: Ticket) -> None:
+        """An answer has a slot."""
+
+    def preempted(self, ticket: Ticket) -> None:
+        """An answer had to leave its slot."""
+
+    def emitted(self, ticket: Ticket, event: Emitted) -> None:
+        """Tokens or text of an answer."""
+
+    def finished(self, ticket: Ticket, event: Finished) -> None:
+        """An answer has ended, or was given up."""
+
+    def failed(self, ticket: Ticket, error: Exception) -> None:
+        """An answer could not be finished."""
+
+    def degraded(self, ticket: Ticket, error: Exception) -> None:
+        """A drafter failed."""
+
+    def round(self, widths: Sequence[int], scheduler: Scheduler) -> None:
+        """A round is over; `widths` are the rows of each answer in its verify."""
