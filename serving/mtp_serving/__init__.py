@@ -1,0 +1,1 @@
+"""Serving a bundle: an OpenAI-compatible server, Triton Inference Server, and files of prompts."""
