@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from mtp_engines.bundle import BACKBONE
-from mtp_engines.engine import SlotSequences
+from mtp_engines.engine import Floats, Ids, SlotSequences
 from mtp_engines.errors import RequestError
 from mtp_runtime import Emitted, Model
+from mtp_runtime.drafters import registry
+from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.drafters.registry import own_head
 from mtp_runtime.policy import FixedPolicy, SchedulePolicy
 from mtp_runtime.stats import Seconds, Stats
 from mtp_runtime.timing import TimedSlots
 from mtp_runtime.trees.branching import Branching
+from mtp_runtime.trees.paths import Paths
 from mtp_runtime.trees.tree import Tree
 from mtp_runtime.trees.verification import PathAcceptor
 from mtp_tools.verify.digests import Digests, state_digests
@@ -193,7 +196,37 @@ def test_control_a_state_that_is_not_the_winners_is_seen(
     prompt = TEXT if which == "partial" else [84, 104, 101]
     with pytest.raises(AssertionError):
         require_plain(model, prompt, 40, (3, 2), fault)
-    assert grow(model, prompt, 40, 3, 2, fault).ids != plain(model, prompt, 40).ids
+    prompts = [prompt, *([token, 5, 6] for token in range(8))]
+    assert any(grow(model, text, 40, 3, 2, fault).ids != plain(model, text, 40).ids for text in prompts)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_heads_of_all_paths_have_read_the_whole_text(
+    partial: Model, fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At place 0 all of them say the same, bit for bit. Control: heads that have not read the prompt do not."""
+    right, same = Branching._choose, []
+
+    def compared(self: Branching, logits: Floats) -> Ids | None:
+        if not self.drafts[0]:
+            same.append(bool((logits == logits[:1]).all()))
+        return right(self, logits)
+
+    def only_the_first(self: Paths, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, **more: Any) -> Ids:
+        if not draft_tokens:
+            return self.first.draft(tokens, hidden, rows, 0)
+        return consumes(self, tokens, hidden, rows, draft_tokens, **more)
+
+    consumes = Paths.draft
+    monkeypatch.setattr(Branching, "_choose", compared)
+    if fault:
+        monkeypatch.setattr(Paths, "draft", only_the_first)
+    prompt = np.random.default_rng(2).integers(0, 64, 60).tolist()
+    blocks = replace(partial.engine.limits, prefill_chunk=8)
+    monkeypatch.setattr(partial.engine, "limits", blocks)
+    partial.complete(prompt_ids=prompt, max_new_tokens=12, draft_tokens=3, draft_branches=2, ignore_eos=True)
+    assert len(same) > 2
+    assert all(same) is not fault
 
 
 @pytest.mark.parametrize("schedule", [[0, 2], [2, 0, 0, 1, 3], [0, 0, 0, 4]])
@@ -211,13 +244,9 @@ def test_cycles_without_a_draft_leave_the_other_paths_behind_until_the_next_one(
 def test_prompts_of_one_token_and_of_several_chunks(
     partial: Model, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt is read once, by one path; the first draft is the same as after a prompt that all have read."""
-    from mtp_runtime.drafters import registry
-
+    """The prompt is read by one path, whatever part of it the head reads at once: the same drafts are kept."""
     whole = grow(partial, prompt, 30, 3, 2)
     monkeypatch.setattr(registry, "MtpDrafter", lambda s, block, *rest: MtpDrafter(s, 7, *rest))
-    from mtp_runtime.drafters.mtp import MtpDrafter
-
     pieces = grow(partial, prompt, 30, 3, 2)
     assert pieces.ids == whole.ids == plain(partial, prompt, 30).ids
     assert pieces.accepted == whole.accepted

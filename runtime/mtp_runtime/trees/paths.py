@@ -13,7 +13,8 @@ from mtp_engines.engine import Choose, Floats, Ids, SlotSequences, Verified
 class Paths:
     """See `mtp_engines.engine.Sequences`: what is verified here is run by the first sequence alone, drafts by all.
 
-    So the prompt is read once. The others get a copy before the first draft, and follow wherever the first was ahead.
+    So the prompt is read once, but for the heads, which all read it. The others get a copy of the target's state before
+    the first draft, and follow wherever the first was ahead.
     """
 
     def __init__(self, every: SlotSequences) -> None:
@@ -38,16 +39,9 @@ class Paths:
         Returns:
             int64[1, n], those of the first.
         """
-        if not self.every.lengths[1:].all():
-            # No head but the first has seen a row yet.
-            if not draft_tokens:
-                return self.first.draft(tokens, hidden, rows, 0)
-            if rows[0] > 1:
-                self.first.draft(tokens[:, :-1], hidden[:, :-1], rows - 1, 0)
-                tokens, hidden, rows = tokens[:, -1:], hidden[:, -1:], np.ones(1, np.int64)
-            self._join()
-        for path in np.flatnonzero(self.every.lengths < self.lengths[0]).tolist():
-            self.every.copy(0, path, int(self.every.lengths[path]))
+        if draft_tokens:
+            for path in np.flatnonzero(self.every.lengths < self.lengths[0]).tolist():
+                self.every.copy(0, path, int(self.every.lengths[path]))
         count = len(self.every.lengths)
         tokens, hidden, rows = tokens.repeat(count, axis=0), hidden.repeat(count, axis=0), rows.repeat(count)
         return self.every.draft(tokens, hidden, rows, draft_tokens, choose=choose)[:1]
@@ -63,9 +57,3 @@ class Paths:
     def reset(self) -> None:
         """Forget the text everywhere."""
         self.every.reset()
-
-    def _join(self) -> None:
-        """Give every other path what the first has, its head's rows too."""
-        saved = self.every.save(0)
-        for path in range(1, len(self.every.lengths)):
-            self.every.restore(path, [saved])

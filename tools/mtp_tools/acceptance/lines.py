@@ -21,6 +21,7 @@ _OF_THE_STUDY = {
     "draft_tokens": "use --draft-tokens",
     "drafter": "use --drafter",
     "draft_confidence": "every draft has its whole length here",
+    "draft_branches": "the chain is what is studied",
     "verify": "it changes no acceptance",
 }
 """Options that are the same for all lines -> what to do instead."""
