@@ -54,10 +54,13 @@ def test_the_console_blocks_of_the_readme_run_in_order(tmp_path: Path) -> None:
     [
         ("mtp-export", "build"),
         ("mtp-export", "inspect"),
+        ("mtp-export", "triton"),
         ("mtp-run", "generate"),
         ("mtp-run", "verify"),
         ("mtp-run", "acceptance"),
         ("mtp-run", "bench"),
+        ("mtp-run", "batch"),
+        ("mtp-run", "serve"),
     ],
 )
 def test_the_reference_lists_every_option(name: str, command: str) -> None:

@@ -1,9 +1,10 @@
-"""The command line `mtp-export`."""
+"""The command line `mtp-export`. Further commands come from the entry points `mtp_export.commands`."""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -145,6 +146,8 @@ def check_command(
 
 def main() -> None:
     """Entry point of `mtp-export`."""
+    for entry in entry_points(group="mtp_export.commands"):
+        group.add_command(entry.load(), entry.name)
     sys.exit(run_command(group))
 
 
