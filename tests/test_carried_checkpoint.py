@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
 from mtp_runtime import Model
 from mtp_runtime.stats import Stats, merge
 from mtp_tools.verify.checks import _TEXTS, checks

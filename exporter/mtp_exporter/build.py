@@ -25,18 +25,18 @@ from mtp_engines.contracts.manifest import (
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError, BundleError
 from mtp_exporter.backends import check_backend, with_backend
-from mtp_exporter.check import Check, check_graphs
-from mtp_exporter.checkpoint import COPIED
-from mtp_exporter.draft_cost import STEPS, time_draft_step
-from mtp_exporter.draft_vocabulary import Wish, choose_draft_vocabulary, untimed
-from mtp_exporter.end_tokens import end_tokens
+from mtp_exporter.checking.check import Check, check_graphs
+from mtp_exporter.checking.quality import QUALITY_ROWS, measure_quality
+from mtp_exporter.checking.sample import SAMPLE_ROWS, sample_ids
+from mtp_exporter.draft_ids.choice import Wish, choose_draft_vocabulary, untimed
+from mtp_exporter.draft_ids.cost import STEPS, time_draft_step
 from mtp_exporter.graphs import backbone_graph, mtp_graph
 from mtp_exporter.options import BuildOptions, check_options
 from mtp_exporter.prepare import Prepared, prepare
-from mtp_exporter.quality import QUALITY_ROWS, measure_quality
-from mtp_exporter.resolve import resolve
-from mtp_exporter.sample import SAMPLE_ROWS, sample_ids
-from mtp_exporter.weights import WeightWriter
+from mtp_exporter.reading.checkpoint import COPIED
+from mtp_exporter.reading.end_tokens import end_tokens
+from mtp_exporter.reading.resolve import resolve
+from mtp_exporter.storing.weights import WeightWriter
 
 DRAFT_TOKENS = 7
 DEFAULT_MODEL_LEN = 8192

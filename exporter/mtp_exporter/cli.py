@@ -15,15 +15,15 @@ from mtp_engines.command import run_command
 from mtp_engines.contracts.manifest import Manifest
 from mtp_exporter.backends import BACKENDS, PRECISIONS, BackendOptions
 from mtp_exporter.build import DRAFT_TOKENS, Built, Reporter, build
-from mtp_exporter.compare import DEFAULT_ROWS, compare_bundle
-from mtp_exporter.compare_text import as_lines, as_report
-from mtp_exporter.draft_vocabulary import Size
-from mtp_exporter.inspect import inspect_checkpoint
-from mtp_exporter.inspect_text import as_text
+from mtp_exporter.checking.compare import DEFAULT_ROWS, compare_bundle
+from mtp_exporter.checking.compare_text import as_lines, as_report
+from mtp_exporter.draft_ids.choice import Size
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.text import as_text
 from mtp_exporter.options import BuildOptions
 from mtp_exporter.prepare import HiddenTap, Ingredients
-from mtp_exporter.resolve import resolve
-from mtp_exporter.stored_formats import FORMATS
+from mtp_exporter.reading.resolve import resolve
+from mtp_exporter.storing.formats import FORMATS
 
 
 class _Size(click.ParamType[Size]):

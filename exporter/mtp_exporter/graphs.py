@@ -12,7 +12,7 @@ from mtp_engines.contracts.model import LayerSpec, ModelSpec, MtpSpec
 from mtp_exporter.layers.basic import linear
 from mtp_exporter.layers.decoder import ROWS, Decoder
 from mtp_exporter.layers.weights import Weights
-from mtp_exporter.weights import Stored
+from mtp_exporter.storing.weights import Stored
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 from mtp_plugins.registry import OPERATORS
 

@@ -9,9 +9,9 @@ from typing import cast
 from mtp_engines.contracts.manifest import WeightFormat, WeightFormats
 from mtp_engines.errors import BuildError
 from mtp_exporter.backends import BackendOptions
-from mtp_exporter.draft_vocabulary import Size
+from mtp_exporter.draft_ids.choice import Size
 from mtp_exporter.prepare import HiddenTap, Ingredients
-from mtp_exporter.stored_formats import FORMATS
+from mtp_exporter.storing.formats import FORMATS
 
 MAX_DRAFT_TOKENS = 15
 MAX_BATCH_SIZE = 256

@@ -12,7 +12,6 @@ from mtp_engines.contracts.manifest import WeightFormats
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError, CheckpointError
 from mtp_engines.vocabularies import Vocabulary, compare_vocabularies
-from mtp_exporter.checkpoint import Checkpoint, open_checkpoint, same_values
 from mtp_exporter.families import describe, describe_draft
 from mtp_exporter.families.description import (
     Claimed,
@@ -22,11 +21,12 @@ from mtp_exporter.families.description import (
     claim,
     differing_copies,
 )
-from mtp_exporter.graft import graft_head
-from mtp_exporter.resolve import resolve
-from mtp_exporter.source import Source
-from mtp_exporter.stored_formats import StoredSource
-from mtp_exporter.weights import shared_key, stored_bytes
+from mtp_exporter.reading.checkpoint import Checkpoint, open_checkpoint, same_values
+from mtp_exporter.reading.graft import graft_head
+from mtp_exporter.reading.resolve import resolve
+from mtp_exporter.reading.source import Source
+from mtp_exporter.storing.formats import StoredSource
+from mtp_exporter.storing.weights import shared_key, stored_bytes
 
 HiddenTap = Literal["post-norm", "pre-norm"]
 

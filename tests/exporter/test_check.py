@@ -14,11 +14,11 @@ import pytest
 from mtp_engines.bundle import open_bundle
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering import rules
-from mtp_exporter.check import _Record
+from mtp_exporter.checking.check import _Record
+from mtp_exporter.checking.pieces import LayerPiece
+from mtp_exporter.checking.trace import Pair
 from mtp_exporter.graphs import backbone_graph, mtp_graph
-from mtp_exporter.pieces import LayerPiece
-from mtp_exporter.source import Source
-from mtp_exporter.trace import Pair
+from mtp_exporter.reading.source import Source
 from tests.fixtures.checkpoints import random_checkpoint
 from tests.support import build_bundle, leftovers
 

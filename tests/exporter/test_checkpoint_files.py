@@ -19,7 +19,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import load_file, save_file
 
 from mtp_exporter import BuildOptions, build
-from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
 from tests.exporter.plain_graph import weight_regions
 from tests.fixtures.checkpoints import (
     add_tensor,
@@ -461,7 +461,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.Monkey
         raise LocalEntryNotFoundError("not cached") if local_files_only else ConnectionError("no network")
 
     asked: list[tuple[str, bool]] = []
-    monkeypatch.setattr("mtp_exporter.resolve.snapshot_download", download)
+    monkeypatch.setattr("mtp_exporter.reading.resolve.snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     build_refused(Path("owner/no-such-model"), tmp_path / "out", "'owner/no-such-model'", "network", "download")
     build_refused(Path("Qwen3.5-9B"), tmp_path / "out", "'Qwen/Qwen3.5-9B'", "could not be asked")

@@ -15,12 +15,12 @@ import pytest
 from mtp_engines.bundle import BACKBONE, MANIFEST_FILE, WEIGHTS, entry_of, mtp_graph, open_bundle
 from mtp_engines.contracts.manifest import MANIFEST
 from mtp_engines.errors import BuildError, BundleError, CheckpointError
-from mtp_exporter import compare
+from mtp_exporter.checking import compare
+from mtp_exporter.checking.compare import DEFAULT_ROWS, TOLERANCE, Comparison, compare_bundle
+from mtp_exporter.checking.compare_text import as_lines, as_report
+from mtp_exporter.checking.sample import sample_ids
 from mtp_exporter.cli import group
-from mtp_exporter.compare import DEFAULT_ROWS, TOLERANCE, Comparison, compare_bundle
-from mtp_exporter.compare_text import as_lines, as_report
 from mtp_exporter.prepare import Ingredients
-from mtp_exporter.sample import sample_ids
 from tests.fixtures.checkpoints import (
     drop_tensors,
     edit_config,

@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 import pytest
 
-from mtp_exporter.inspect import inspect_checkpoint
-from mtp_exporter.inspect_text import as_text
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.text import as_text
 from tests.exporter.plain_graph import PlainGraph, distance, states_after
 from tests.fixtures.checkpoints import (
     add_tensor,

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from mtp_engines.contracts.manifest import WeightFormats
-from mtp_exporter import draft_vocabulary, token_counts
-from mtp_exporter.draft_vocabulary import LADDER, SHARE, Chosen, Size, Wish, choose_draft_vocabulary
+from mtp_exporter.draft_ids import choice, token_counts
+from mtp_exporter.draft_ids.choice import LADDER, SHARE, Chosen, Size, Wish, choose_draft_vocabulary
 from mtp_exporter.prepare import Ingredients, prepare
 from tests.fixtures.checkpoints import random_checkpoint
 from tests.support import build_bundle, build_refused, copy_of, refused
@@ -152,9 +152,9 @@ def test_auto_leaves_a_vocabulary_whole_that_costs_little(monkeypatch: pytest.Mo
     assert "mtp.head" not in chosen.prepared.claimed
     tiny = choose("auto", checkpoint=random_checkpoint(tmp_path / "c", seed=2))
     assert "no larger than the smallest part that is tried, 1,024 ids" in str(tiny.note)
-    monkeypatch.setattr(draft_vocabulary, "LEAST_SAVED", 0.02)
+    monkeypatch.setattr(choice, "LEAST_SAVED", 0.02)
     assert choose("auto").vocabulary is not None, "control: less would be enough"
-    monkeypatch.setattr(draft_vocabulary, "LADDER", (1024,))
+    monkeypatch.setattr(choice, "LADDER", (1024,))
     assert "no smaller part that is tried holds 99% of the 416 tokens" in str(choose("auto").note)
 
 

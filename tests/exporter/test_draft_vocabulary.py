@@ -11,9 +11,10 @@ import pytest
 from mtp_engines.bundle import WEIGHTS, Bundle, open_bundle
 from mtp_engines.contracts.manifest import DraftAgreement, DraftVocabulary
 from mtp_engines.contracts.model import MoeSpec
-from mtp_exporter import draft_cost, source
-from mtp_exporter.compare import compare_bundle
+from mtp_exporter.checking.compare import compare_bundle
+from mtp_exporter.draft_ids import cost as draft_cost
 from mtp_exporter.prepare import Ingredients
+from mtp_exporter.reading import source
 from mtp_runtime import EngineOptions, load
 from mtp_tools.verify.checks import checks
 from tests.fixtures.checkpoints import random_checkpoint

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mtp_exporter import families
-from mtp_exporter.compare import compare_bundle
-from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.checking.compare import compare_bundle
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
 from mtp_exporter.prepare import Ingredients
 from mtp_tools.verify.checks import checks
 from tests.exporter.dense.parts import (
@@ -40,7 +40,7 @@ FAMILY = dedent('''
     from dataclasses import replace
 
     from mtp_engines.contracts.model import MtpSpec
-    from mtp_exporter.config import Config
+    from mtp_exporter.reading.config import Config
     from mtp_exporter.families.common import belongs
     from mtp_exporter.families.dense import dense_layer, dense_spec
     from mtp_exporter.families.description import Description, Need, require_head

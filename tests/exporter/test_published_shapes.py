@@ -13,11 +13,11 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.lowering.heads import without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
-from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families import describe
 from mtp_exporter.families.description import claim
 from mtp_exporter.graphs import backbone_graph, mtp_graph
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.safetensors_file import TensorInfo
 from mtp_tools.made_up.shapes import FLOAT32, PUBLISHED, PublishedShape, config, tensors
 from mtp_tools.made_up.write import write_checkpoint
 from tests.support import build_bundle, ids_of

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import open_checkpoint
 from mtp_exporter.quantised import StoredTensor, Unsupported, describe_methods, logical_tensors
+from mtp_exporter.reading.checkpoint import open_checkpoint
 from tests.fixtures.quantised import (
     Case,
     Stored,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtp_engines.bundle import WEIGHTS
-from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
 from tests.fixtures.checkpoints import drop_tensors, edit_config, edit_tensor, markov_checkpoint, read_tensors
 from tests.fixtures.quantised import Case, Stored, awq, fp8_block, gptq, packed, scaled, stored, write
 from tests.support import build_bundle, build_refused, copy_of, ids_of

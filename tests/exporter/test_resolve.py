@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.resolve import resolve
+from mtp_exporter.reading.resolve import resolve
 from tests.fixtures.checkpoints import random_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -14,9 +14,10 @@ from mtp_engines.bundle import WEIGHTS, open_bundle
 from mtp_engines.contracts.manifest import Manifest, WeightFormats
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering import products
-from mtp_exporter import BuildOptions, build, weights
+from mtp_exporter import BuildOptions, build
 from mtp_exporter.families.description import Need
-from mtp_exporter.stored_formats import format_of
+from mtp_exporter.storing import weights
+from mtp_exporter.storing.formats import format_of
 from mtp_runtime import load
 from mtp_tools.verify.checks import checks
 from tests.support import build_refused, refused, run_command

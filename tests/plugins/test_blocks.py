@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from mtp_engines.lowering.products import FAST, WIDE, Matrix, Products
-from mtp_exporter.blocks import four_bits
+from mtp_exporter.storing.blocks import four_bits
 from mtp_plugins.block_rows.reference import block_rows
 from mtp_plugins.block_weight.reference import block_weight, integers
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder

@@ -11,7 +11,7 @@ import pytest
 
 from mtp_engines.lowering import integers
 from mtp_engines.lowering.products import FAST, WIDE, Matrix, Products, Storage
-from mtp_exporter.rotated import eight_bits
+from mtp_exporter.storing.rotated import eight_bits
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder
 from mtp_plugins.rotated_rows.reference import rotated_rows
 from mtp_plugins.rotated_weight.reference import rotate, rotated_weight, rotation
@@ -113,7 +113,7 @@ def test_control_without_the_rotation_great_columns_cost_the_others_their_bits(m
 
     turned = error()
     whole = np.eye(1, dtype=np.float32)
-    for place in ("mtp_exporter.rotated.rotation", f"{__name__}.rotation"):
+    for place in ("mtp_exporter.storing.rotated.rotation", f"{__name__}.rotation"):
         monkeypatch.setattr(place, lambda columns: whole)
     monkeypatch.setattr(integers, "rotation", lambda columns: whole)
     assert error() > 2 * turned

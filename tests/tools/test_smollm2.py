@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from mtp_exporter.safetensors_file import read_header
+from mtp_exporter.reading.safetensors_file import read_header
 from mtp_runtime.stats import Stats
 from mtp_tools.smollm2.checkpoint import write_checkpoint
 from mtp_tools.smollm2.gguf_file import open_gguf

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from mtp_engines.command import run_command
-from mtp_exporter.stored_formats import FORMATS
+from mtp_exporter.storing.formats import FORMATS
 from mtp_tools.made_up.shapes import PUBLISHED, tensors
 from mtp_tools.made_up.write import write_checkpoint
 

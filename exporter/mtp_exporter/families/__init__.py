@@ -14,8 +14,8 @@ from types import ModuleType
 
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families.description import Description, Draft, Wanted
+from mtp_exporter.reading.checkpoint import Checkpoint
 
 
 def families() -> tuple[ModuleType, ...]:

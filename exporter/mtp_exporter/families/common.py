@@ -7,8 +7,8 @@ from typing import Any
 
 from mtp_engines.contracts.model import RopeScaling
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 
 def is_tied(checkpoint: Checkpoint, config: Config) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from mtp_engines.contracts.model import AttentionSpec, DenseMlpSpec, LayerSpec, ModelSpec, RotarySpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import attention_heads, is_tied, partial_rotary, rope_scaling, rotary_base
 from mtp_exporter.families.description import Duplicate, Need
 from mtp_exporter.families.needs import attention_needs, dense_mlp_needs
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 _ROPE_THETA = 10_000.0
 """What the reference implementation assumes when no place names a base."""

@@ -8,8 +8,8 @@ from typing import Literal
 
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint, same_values
 from mtp_exporter.quantised import StoredTensor, Unsupported
+from mtp_exporter.reading.checkpoint import Checkpoint, same_values
 
 Transform = Literal["none", "one_plus", "row_to_id", "place"]
 """`one_plus` turns a zero-centred norm weight w into the gain 1 + w, in float32; `row_to_id` turns an offset

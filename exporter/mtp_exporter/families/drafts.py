@@ -7,9 +7,9 @@ from typing import Any
 
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.description import Need
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 
 @dataclass(frozen=True)

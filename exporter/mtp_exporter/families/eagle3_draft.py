@@ -11,12 +11,12 @@ from typing import Any
 
 from mtp_engines.contracts.model import AttentionSpec, DenseMlpSpec, ModelSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.dense import dense_layer, full_attention_only
 from mtp_exporter.families.description import Draft, Need
 from mtp_exporter.families.drafts import draft_vocabulary, has_any, prefix_of
 from mtp_exporter.families.needs import attention_needs, dense_mlp_needs
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 _UNSUPPORTED = ("norm_before_fc", "next_layer_regular", "fc_norm", "norm_output", "eh_proj_before_attn", "use_aux_norm")
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.dense import dense_layer, dense_layer_needs, full_attention_only
 from mtp_exporter.families.description import Draft, Need
 from mtp_exporter.families.drafts import draft_vocabulary, has_any, prefix_of
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 
 def recognises(checkpoint: Checkpoint) -> bool:

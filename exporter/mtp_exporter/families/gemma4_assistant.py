@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families.description import Description, Wanted
+from mtp_exporter.reading.checkpoint import Checkpoint
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 BUILDS = False

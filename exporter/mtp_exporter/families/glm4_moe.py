@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mtp_engines.contracts.model import AttentionSpec, RotarySpec
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import attention_heads, belongs, partial_rotary, rope_scaling, rotary_base
 from mtp_exporter.families.description import Description, Need, Wanted
 from mtp_exporter.families.needs import attention_needs
 from mtp_exporter.families.stacked_head import Layout, describe_stacked
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 MODEL_TYPES = ("glm4_moe",)
 ARCHITECTURES = ("Glm4MoeForCausalLM",)

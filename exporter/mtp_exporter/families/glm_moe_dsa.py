@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families.common import belongs
 from mtp_exporter.families.description import Description, Wanted
+from mtp_exporter.reading.checkpoint import Checkpoint
 
 MODEL_TYPES = ("glm_moe_dsa",)
 ARCHITECTURES = ("GlmMoeDsaForCausalLM",)

@@ -23,12 +23,12 @@ from mtp_engines.contracts.model import (
     RotarySpec,
 )
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import attention_heads, default_rotation_only, is_tied, partial_rotary, rotary_base
 from mtp_exporter.families.description import Description, Duplicate, Need, Wanted, require_head
 from mtp_exporter.families.needs import attention_needs, dense_mlp_needs, moe_needs
 from mtp_exporter.families.needs import zero_centred_norm as _norm
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 _VISION = ("model.visual.", "visual.")
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_engines.contracts.model import LayerSpec, MtpSpec
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import belongs
 from mtp_exporter.families.dense import (
     dense_layer,
@@ -21,6 +19,8 @@ from mtp_exporter.families.dense import (
     left_out,
 )
 from mtp_exporter.families.description import Description, Need, Wanted, require_head
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 MODEL_TYPES = ("mimo",)
 ARCHITECTURES = ("MiMoForCausalLM",)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtp_engines.contracts.model import AttentionSpec, LatentAttentionSpec, MoeSpec
-from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families.description import Need, Part
+from mtp_exporter.reading.checkpoint import Checkpoint
 
 Norm = Callable[[str, str, int], Need]
 """Role, key, width -> need; families differ in whether a gain is w or 1 + w."""

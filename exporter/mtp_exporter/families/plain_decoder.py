@@ -6,11 +6,11 @@ head; Llama has neither. All norms have plain gains.
 
 from __future__ import annotations
 
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import belongs
 from mtp_exporter.families.dense import dense_layer, dense_needs, dense_spec, full_attention_only, left_out
 from mtp_exporter.families.description import Description, Wanted
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mtp_engines.contracts.model import DenseMlpSpec, GatedDeltaSpec, Mlp
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import belongs
 from mtp_exporter.families.description import Description, Need, Part, Wanted
 from mtp_exporter.families.hybrid import Layout, describe_hybrid, layer_moe
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 MODEL_TYPES = ("qwen3_next",)
 ARCHITECTURES = ("Qwen3NextForCausalLM",)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from mtp_engines.contracts.model import DenseMlpSpec, LayerSpec, Mixer, ModelSpec, MoeSpec, MtpSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
-from mtp_exporter.config import Config
 from mtp_exporter.families.common import is_tied
 from mtp_exporter.families.description import Description, Duplicate, Need, Wanted, require_head
 from mtp_exporter.families.needs import dense_mlp_needs, moe_needs
+from mtp_exporter.reading.checkpoint import Checkpoint
+from mtp_exporter.reading.config import Config
 
 MixerNeeds = Callable[[str, str], list[Need]]
 """Role, key -> the tensors of the mixer."""

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from mtp_engines.contracts.model import AttentionSpec, RotarySpec
 from mtp_exporter.layers.basic import linear, rms_norm
+from mtp_exporter.layers.rotary import rotary_tables
 from mtp_exporter.layers.weights import Weights
-from mtp_exporter.rotary import rotary_tables
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 
 

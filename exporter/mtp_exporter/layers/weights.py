@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from mtp_exporter.weights import Blocks, Rotated, Stored
+from mtp_exporter.storing.weights import Blocks, Rotated, Stored
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 from mtp_plugins.rotated_weight.reference import rotation
 

@@ -20,7 +20,7 @@ from mtp_exporter.quantised.scaled import scaled_tensor
 from mtp_exporter.quantised.settings import Settings, read_settings
 from mtp_exporter.quantised.stored import StoredTensor, UnreadableError
 from mtp_exporter.quantised.unsupported import Unsupported, has_mark, unsupported
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 __all__ = ["StoredTensor", "Unsupported", "describe_methods", "logical_tensors"]
 

@@ -17,7 +17,7 @@ from mtp_exporter.quantised.grouped import dequantise, group_of_columns, group_s
 from mtp_exporter.quantised.raw import SCALE_TYPES, columns_of, floats
 from mtp_exporter.quantised.settings import Settings
 from mtp_exporter.quantised.stored import Floats, QuantisedTensor, UnreadableError
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 BITS = 4
 FIELDS = 32 // BITS

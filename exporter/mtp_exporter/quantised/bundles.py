@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mtp_exporter.quantised.unsupported import MODULE_MARKS, NESTED_MAIN
-from mtp_exporter.safetensors_file import FLOAT_TYPES, TensorInfo
+from mtp_exporter.reading.safetensors_file import FLOAT_TYPES, TensorInfo
 
 # They scale what goes into a module, comes out of it or is cached, never its weight: in float32 nothing needs them.
 ACTIVATION_ROLES = frozenset(

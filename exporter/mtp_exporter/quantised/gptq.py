@@ -18,7 +18,7 @@ from mtp_exporter.quantised.grouped import ADVICE, dequantise, group_of_columns,
 from mtp_exporter.quantised.raw import SCALE_TYPES, columns_of, floats, unpack
 from mtp_exporter.quantised.settings import Settings
 from mtp_exporter.quantised.stored import Floats, QuantisedTensor, UnreadableError
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 BITS = (2, 4, 8)
 _ROLES = ("qweight", "qzeros", "scales", "g_idx")

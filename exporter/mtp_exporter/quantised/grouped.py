@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.quantised.raw import whole
 from mtp_exporter.quantised.stored import Floats, UnreadableError
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 ADVICE = "use the bf16 checkpoint"
 

@@ -18,7 +18,7 @@ from mtp_exporter.quantised.grouped import dequantise, group_of_columns, group_s
 from mtp_exporter.quantised.raw import SCALE_TYPES, floats, rows_of, unpack, whole
 from mtp_exporter.quantised.settings import Settings
 from mtp_exporter.quantised.stored import Floats, QuantisedTensor, UnreadableError
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 BITS = (4, 8)
 _ROLES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.quantised.stored import Floats, UnreadableError
-from mtp_exporter.safetensors_file import FLOAT_TYPES, TensorInfo
+from mtp_exporter.reading.safetensors_file import FLOAT_TYPES, TensorInfo
 
 Array = npt.NDArray[Any]
 

@@ -18,7 +18,7 @@ from mtp_exporter.quantised.grouped import group_size
 from mtp_exporter.quantised.raw import FP8_TYPES, SCALE_TYPES, floats, rows_of, whole
 from mtp_exporter.quantised.settings import Settings
 from mtp_exporter.quantised.stored import Floats, QuantisedTensor, UnreadableError
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 
 @dataclass(frozen=True)

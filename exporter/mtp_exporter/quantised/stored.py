@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 Floats = npt.NDArray[np.float32]
 Rows = Callable[[int, int], Floats]

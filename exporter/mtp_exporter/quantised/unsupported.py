@@ -14,7 +14,7 @@ from typing import NoReturn
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.quantised.grouped import ADVICE
 from mtp_exporter.quantised.stored import Floats
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 SUPPORTED = "fp8 or int8 with scales, compressed-tensors packed 4- or 8-bit, GPTQ 2-, 4- or 8-bit, and AWQ 4-bit gemm"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, Mixer, RotarySpec
-from mtp_exporter.rotary import rotary_tables
-from mtp_exporter.source import Source
+from mtp_exporter.layers.rotary import rotary_tables
+from mtp_exporter.reading.source import Source
 from mtp_plugins.arrays import Array
 from mtp_plugins.cached_attention.reference import cached_attention
 from mtp_plugins.causal_conv_state.reference import causal_conv_state, silu

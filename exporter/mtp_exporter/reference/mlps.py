@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_engines.contracts.model import MoeSpec
-from mtp_exporter.source import Source
+from mtp_exporter.reading.source import Source
 from mtp_plugins.arrays import Array
 from mtp_plugins.causal_conv_state.reference import silu
 from mtp_plugins.routed_experts.reference import routed_experts

@@ -10,9 +10,9 @@ import numpy as np
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import DenseMlpSpec, LayerSpec, Mlp, ModelSpec, MtpSpec
 from mtp_exporter.graphs import head_role
+from mtp_exporter.reading.source import Source
 from mtp_exporter.reference.mixers import mix, rms_norm
 from mtp_exporter.reference.mlps import Ids, dense_mlp, mixture_of_experts
-from mtp_exporter.source import Source
 from mtp_plugins.arrays import Array
 
 

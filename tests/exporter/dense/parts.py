@@ -13,7 +13,7 @@ import numpy as np
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import AttentionSpec, MtpSpec
 from mtp_engines.engine import Sequences
-from mtp_exporter.pieces import run_head
+from mtp_exporter.checking.pieces import run_head
 from mtp_runtime import Model
 from mtp_runtime.policy import DraftPolicy
 from tests.oracles.dense_families import DenseOracle, open_dense_oracle

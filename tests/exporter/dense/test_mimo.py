@@ -14,7 +14,7 @@ import pytest
 from mtp_engines.contracts import names
 from mtp_engines.errors import RequestError
 from mtp_exporter.cli import group
-from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
 from mtp_exporter.prepare import Ingredients, prepare
 from mtp_tools.verify.checks import checks
 from tests.exporter.dense.parts import (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_exporter.inspect import inspect_checkpoint
+from mtp_exporter.inspecting.inspect import inspect_checkpoint
 from mtp_tools.verify.checks import checks
 from tests.exporter.dense.parts import IDS, TOLERANCE, VISIBLE, Pair, pair_of, share, target_run
 from tests.fixtures.checkpoints import edit_config

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
 from mtp_exporter.families import describe
 from mtp_exporter.families.description import Description, Wanted, claim
 from mtp_exporter.prepare import Ingredients, describe_exactly, prepare
+from mtp_exporter.reading.checkpoint import Checkpoint, open_checkpoint
 from tests.exporter.families.test_moe_built import CASES, SPLIT, YARN
 from tests.fixtures.files import edit_config
 from tests.fixtures.moe_families import MAKERS

@@ -13,6 +13,7 @@ from mtp_engines.engine import Ids, Verified
 from mtp_engines.errors import NumericsError
 from mtp_runtime import Finished, Model
 from mtp_runtime.batching.scheduler import Scheduler
+from mtp_runtime.batching.tasks import Task
 from mtp_runtime.batching.tickets import Failed, Told
 from mtp_runtime.drafters.mtp import MtpDrafter
 from mtp_runtime.drafters.ngram import NgramDrafter
@@ -138,10 +139,30 @@ def poison(one: Scheduler, slot: int, rows: bool) -> None:
         array[...] = np.nan
 
 
+def failures_of(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """What verifies raise from now on."""
+    right, failures = CpuSequences.verify, []
+
+    def verify(self: CpuSequences, tokens: Ids, logit_rows: int, **options: Any) -> Verified:
+        try:
+            return right(self, tokens, logit_rows, **options)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(CpuSequences, "verify", verify)
+    return failures
+
+
 @pytest.mark.parametrize(("name", "rows"), [("hybrid", False), ("hybrid", True), ("full", True), ("latent", True)])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_no_numbers_in_one_slot_fail_that_request_alone(
-    name: str, rows: bool, rounds: int, families: Families, caplog: pytest.LogCaptureFixture
+    name: str,
+    rows: bool,
+    rounds: int,
+    families: Families,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And whoever comes into its slot finds nothing of it."""
     model, heard = families(name), Heard()
@@ -156,9 +177,13 @@ def test_no_numbers_in_one_slot_fail_that_request_alone(
     assert isinstance(heard.ends[0], Failed)
     assert isinstance(heard.ends[0].error, NumericsError)
     assert heard.ids == list(model.complete(asked(5, 0)).token_ids[: len(heard.ids)])
-    tickets += [one.submit(other) for other in OTHERS]
-    drive(one)
-    assert [told_in(ticket) for ticket in tickets] == [alone(model, other) for other in [*OTHERS, *OTHERS]]
+    failures = failures_of(monkeypatch)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        tickets += [one.submit(OTHERS[index]) for index in order]
+        drive(one)
+    expected = [alone(model, other) for other in OTHERS]
+    assert [told_in(ticket) for ticket in tickets] == expected + expected + [expected[index] for index in (2, 0, 1)]
+    assert not failures, "nor does it fill a gap between others there"
     assert not caplog.records, "numbers that are none are no bug of ours"
 
 
@@ -267,3 +292,31 @@ def test_an_interrupt_harms_no_request_but_that_in_which_it_came(
         assert "KeyboardInterrupt" in str(heard.ends[0].error)
     else:
         assert [said(heard.finished)] == alone(hybrid, asked(5))
+
+
+def test_control_a_slot_left_as_it_failed_would_send_others_on_runs_alone(
+    hybrid: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots 0 and 2 are in use, and slot 1 between them is what a failure left."""
+
+    def wide_failures() -> int:
+        one = scheduler(hybrid)
+        tickets = [one.submit(other) for other in (OTHERS[0], asked(5), OTHERS[1])]
+        one.step()
+        poison(one, 1, rows=False)
+        failures = failures_of(monkeypatch)
+        drive(one)
+        assert [told_in(tickets[index]) for index in (0, 2)] == [alone(hybrid, other) for other in OTHERS[:2]]
+        return len(failures)
+
+    # The run of all three, then those of the guilty one: with its draft and without.
+    assert wide_failures() == 3
+    right = Scheduler._ended
+
+    def unclean(self: Scheduler, task: Task) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuSequences, "reset", lambda self: None)
+            right(self, task)
+
+    monkeypatch.setattr(Scheduler, "_ended", unclean)
+    assert wide_failures() > 5

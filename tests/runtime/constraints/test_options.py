@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"json_schema": {"type": "banana"}}, ("json_schema was refused", "Invalid type: banana")),
     ({"json_schema": {"enum": []}}, ("json_schema was refused", "Unsatisfiable")),
     ({"json_schema": {"minimum": float("nan")}}, ("json_schema was refused", "Out of range float")),
-    ({"json_schema": {"const": object()}}, ("json_schema was refused", "not JSON serializable")),
+    ({"json_schema": {"const": object}}, ("json_schema was refused", "not JSON serializable")),
     ({"json_schema": {"x-guidance": 5}}, ("json_schema was refused", "JsonCompileOptions")),
     ({"json_schema": "{}"}, ("json_schema", "'{}'", "dictionary")),
     ({"choice": "yes"}, ("choice", "'yes'", "list")),

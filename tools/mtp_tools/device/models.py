@@ -21,7 +21,7 @@ from mtp_engines.lowering.precision import WEIGHT_TYPES, Precision
 from mtp_exporter.families.description import Need
 from mtp_exporter.graphs import backbone_graph, mtp_graph
 from mtp_exporter.prepare import Ingredients, prepare
-from mtp_exporter.weights import shared_key
+from mtp_exporter.storing.weights import shared_key
 from mtp_tools.made_up.shapes import PublishedShape
 from mtp_tools.made_up.write import write_headers
 

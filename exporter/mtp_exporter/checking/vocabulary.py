@@ -12,8 +12,8 @@ import onnx_ir as ir
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
 from mtp_engines.lowering.products import WIDE, Matrix, Products, matrix_of
-from mtp_exporter.source import Source
-from mtp_exporter.trace import Pair
+from mtp_exporter.checking.trace import Pair
+from mtp_exporter.reading.source import Source
 from mtp_plugins.graph import CONTRIB, GraphBuilder
 
 _BLOCK_BYTES = 128 << 20

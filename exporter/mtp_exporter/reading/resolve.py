@@ -9,7 +9,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import INDEX, read_json
+from mtp_exporter.reading.checkpoint import INDEX, read_json
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 _SHORT_NAME = re.compile(r"^Qwen\d", re.IGNORECASE)

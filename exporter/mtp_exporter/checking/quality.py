@@ -12,10 +12,10 @@ import numpy.typing as npt
 from mtp_engines.contracts.manifest import Limits, Quality
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.lowering.products import FAST
-from mtp_exporter.pieces import Backbone
+from mtp_exporter.checking.pieces import Backbone
+from mtp_exporter.checking.vocabulary import head_logits
+from mtp_exporter.reading.source import Floats, Source
 from mtp_exporter.reference import final_hidden, layer_output
-from mtp_exporter.source import Floats, Source
-from mtp_exporter.vocabulary import head_logits
 
 QUALITY_ROWS = 192
 _BLOCK_BYTES = 64 << 20

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.quantised import StoredTensor, logical_tensors
-from mtp_exporter.safetensors_file import TensorInfo, read_header
+from mtp_exporter.reading.safetensors_file import TensorInfo, read_header
 
 INDEX = "model.safetensors.index.json"
 _BLOCK_BYTES = 32 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mtp_exporter.source import Floats
+from mtp_exporter.reading.source import Floats
 from mtp_plugins.rotated_weight.reference import Bytes, rotate, rotated_weight, rotation
 
 _CHUNK = 1 << 18

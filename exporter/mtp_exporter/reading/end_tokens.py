@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_engines.contracts.manifest import EndToken
-from mtp_exporter.checkpoint import Checkpoint, read_json
+from mtp_exporter.reading.checkpoint import Checkpoint, read_json
 
 
 def end_tokens(checkpoint: Checkpoint) -> tuple[EndToken, ...]:

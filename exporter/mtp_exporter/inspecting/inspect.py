@@ -11,12 +11,12 @@ from typing import Any
 from mtp_engines.contracts.model import GatedDeltaSpec, ModelSpec, MoeSpec
 from mtp_engines.errors import CheckpointError
 from mtp_engines.lowering.caches import cache_bytes_per_token
-from mtp_exporter.checkpoint import Checkpoint, open_checkpoint
-from mtp_exporter.end_tokens import end_tokens
 from mtp_exporter.families import describe, family_of
 from mtp_exporter.families.description import Description, Wanted, claim
 from mtp_exporter.options import MAX_DRAFT_TOKENS
-from mtp_exporter.weights import stored_bytes
+from mtp_exporter.reading.checkpoint import Checkpoint, open_checkpoint
+from mtp_exporter.reading.end_tokens import end_tokens
+from mtp_exporter.storing.weights import stored_bytes
 
 
 def inspect_checkpoint(directory: Path) -> dict[str, Any]:

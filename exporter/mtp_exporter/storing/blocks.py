@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_exporter.source import Floats
+from mtp_exporter.reading.source import Floats
 from mtp_plugins.block_weight import BLOCK
 from mtp_plugins.block_weight.reference import Bytes
 

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from mtp_engines.contracts.manifest import DraftStep, DraftVocabulary, WeightFormats
 from mtp_engines.errors import BuildError
-from mtp_exporter.draft_cost import draft_weight_bytes
+from mtp_exporter.checking.sample import carried_counts, load_tokenizer
+from mtp_exporter.draft_ids.cost import draft_weight_bytes
+from mtp_exporter.draft_ids.token_counts import count_tokens
 from mtp_exporter.families.description import Need
 from mtp_exporter.prepare import Prepared
-from mtp_exporter.sample import carried_counts, load_tokenizer
-from mtp_exporter.token_counts import count_tokens
 
 Size = int | Literal["auto"]
 Ids = npt.NDArray[np.int64]

@@ -15,12 +15,12 @@ from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError, BundleError, CheckpointError
-from mtp_exporter.draft_vocabulary import with_draft_ids
-from mtp_exporter.pieces import Backbone
+from mtp_exporter.checking.pieces import Backbone
+from mtp_exporter.checking.sample import sample_ids
+from mtp_exporter.checking.trace import Pair, Taps, head_pairs, target_pairs
+from mtp_exporter.checking.vocabulary import choices
+from mtp_exporter.draft_ids.choice import with_draft_ids
 from mtp_exporter.prepare import Ingredients, Prepared, prepare
-from mtp_exporter.sample import sample_ids
-from mtp_exporter.trace import Pair, Taps, head_pairs, target_pairs
-from mtp_exporter.vocabulary import choices
 from mtp_plugins.arrays import Array
 
 LEAST_ROWS, DEFAULT_ROWS = 5, 16

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
-from mtp_exporter.pieces import Backbone, Floats, LayerPiece, run_head
+from mtp_exporter.checking.pieces import Backbone, Floats, LayerPiece, run_head
+from mtp_exporter.reading.source import Source
 from mtp_exporter.reference import final_hidden, head_stages, layer_output
-from mtp_exporter.source import Source
 from mtp_plugins.arrays import Array
 
 

@@ -14,10 +14,10 @@ from mtp_engines.contracts.manifest import DraftAgreement, Limits, Numerics, Par
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering.products import FAST
-from mtp_exporter.pieces import Backbone, Floats
-from mtp_exporter.source import Source
-from mtp_exporter.trace import Pair, Taps, head_pairs, target_pairs
-from mtp_exporter.vocabulary import choices
+from mtp_exporter.checking.pieces import Backbone, Floats
+from mtp_exporter.checking.trace import Pair, Taps, head_pairs, target_pairs
+from mtp_exporter.checking.vocabulary import choices
+from mtp_exporter.reading.source import Source
 
 TOLERANCE = 1e-3
 """Greatest difference over the greatest reference value. Rounding gave 1.5e-5 in 32 layers (the 4B shape, made-up

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mtp_engines.contracts.manifest import WeightFormat, WeightFormats
-from mtp_exporter.blocks import four_bits
 from mtp_exporter.families.description import Claimed, Need
-from mtp_exporter.rotated import eight_bits, widened
-from mtp_exporter.source import Floats, Source, Values
+from mtp_exporter.reading.source import Floats, Source, Values
+from mtp_exporter.storing.blocks import four_bits
+from mtp_exporter.storing.rotated import eight_bits, widened
 from mtp_plugins.block_weight import BLOCK
 from mtp_plugins.block_weight.reference import block_weight
 

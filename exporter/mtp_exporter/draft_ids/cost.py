@@ -18,7 +18,7 @@ from mtp_engines.contracts.model import ModelSpec, MoeSpec
 from mtp_engines.lowering.heads import head_model, without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_exporter.prepare import Prepared
-from mtp_exporter.weights import stored_bytes
+from mtp_exporter.storing.weights import stored_bytes
 
 STEPS = 25
 _WARM_UP = 3

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mtp_engines.errors import CheckpointError
 from mtp_exporter.families.description import Claimed, Need
 from mtp_exporter.quantised import StoredTensor
-from mtp_exporter.safetensors_file import TensorInfo
+from mtp_exporter.reading.safetensors_file import TensorInfo
 
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[Any]

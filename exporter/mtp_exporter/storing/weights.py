@@ -15,12 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from mtp_engines.contracts.manifest import WeightFormats
-from mtp_exporter.blocks import four_bits
 from mtp_exporter.families.description import INTEGERS, Need
 from mtp_exporter.quantised import StoredTensor
-from mtp_exporter.rotated import eight_bits, transposed
-from mtp_exporter.source import Source, Values
-from mtp_exporter.stored_formats import format_of, is_gathered
+from mtp_exporter.reading.source import Source, Values
+from mtp_exporter.storing.blocks import four_bits
+from mtp_exporter.storing.formats import format_of, is_gathered
+from mtp_exporter.storing.rotated import eight_bits, transposed
 from mtp_plugins.block_weight import BLOCK
 
 _PAGE = 4096

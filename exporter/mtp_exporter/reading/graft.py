@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.errors import CheckpointError
-from mtp_exporter.checkpoint import Checkpoint
 from mtp_exporter.families import describe
 from mtp_exporter.families.description import Wanted, claim, differing_copies
+from mtp_exporter.reading.checkpoint import Checkpoint
 
 _OWN = ("tied_head", "max_position", "mtp")
 """Fields in which a fine-tune may differ from its base without harm to the head."""

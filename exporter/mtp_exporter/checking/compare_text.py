@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtp_exporter.compare import TOLERANCE, Comparison, StageResult
+from mtp_exporter.checking.compare import TOLERANCE, Comparison, StageResult
 
 
 def as_lines(comparison: Comparison) -> str:

@@ -1,0 +1,1 @@
+"""From what a user names to tensors by role: directories, configurations, headers, rows."""
