@@ -37,23 +37,28 @@ class _Entry:
 _ENTRY = TypeAdapter(_Entry)
 
 
-def costs_of(bundle: Bundle, engine: Engine, options: EngineOptions, *, whole: bool = False) -> CycleCosts:
+def costs_of(
+    bundle: Bundle, engine: Engine, options: EngineOptions, *, answers: int = 1, whole: bool = False
+) -> CycleCosts:
     """The costs that were kept, or else those that are measured now, which takes seconds, and kept if that is possible.
 
     Args:
         options: those that the engine was opened with.
+        answers: how many run together.
         whole: of the backend's own cycles.
     """
-    key = key_of(bundle, engine, options, whole=whole)
+    key = key_of(bundle, engine, options, answers=answers, whole=whole)
     path = bundle.directory / MEASURED / f"costs-{key[:16]}.json"
     found, busy = _read(path, key, engine.limits.max_draft_tokens), _is_busy()
     if found is None or (found.busy and not busy):
-        found = _Entry(key, busy, measure_costs(engine, whole=whole))
+        found = _Entry(key, busy, measure_costs(engine, answers=answers, whole=whole))
         _write(path, found)
     return found.costs
 
 
-def key_of(bundle: Bundle, engine: Engine, options: EngineOptions, *, whole: bool = False) -> str:
+def key_of(
+    bundle: Bundle, engine: Engine, options: EngineOptions, *, answers: int = 1, whole: bool = False
+) -> str:
     """sha256 over everything that costs depend on; the name of the machine's processors is in no other form kept."""
     content = {
         "form": FORM,
@@ -62,6 +67,7 @@ def key_of(bundle: Bundle, engine: Engine, options: EngineOptions, *, whole: boo
         "runs_on": engine.runs_on,
         "processors": _processors(engine.runs_on),
         "options": [options.threads, options.backend, options.device, options.graphs],
+        "answers": answers,
         "whole": whole,
         "libraries": {name: _version(name) for name in _LIBRARIES},
     }

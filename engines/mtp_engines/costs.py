@@ -30,7 +30,9 @@ Samples = dict[tuple[str, int], list[float]]
 
 @dataclass(frozen=True)
 class CycleCosts:
-    """Seconds of the parts of a cycle of one sequence. Of a backend's own cycles, all is under `verify`.
+    """Seconds of the parts of a cycle, for each of the answers that run together.
+
+    Of a backend's own cycles, all is under `verify`.
 
     Attributes:
         verify: of 1, 2, ... rows; with n entries, up to n - 1 tokens can be drafted.
@@ -57,16 +59,19 @@ class CycleCosts:
         return finite and len(self.verify) == len(self.draft) + 1 and min(self.verify) > 0
 
 
-def measure_costs(engine: Engine, *, whole: bool = False, clock: Clock = time.perf_counter) -> CycleCosts:
+def measure_costs(
+    engine: Engine, *, answers: int = 1, whole: bool = False, clock: Clock = time.perf_counter
+) -> CycleCosts:
     """Time every part once in each round, so that what disturbs the machine for a while meets all of them.
 
     Args:
+        answers: how many run together, up to the bundle's largest batch; what each of them costs is its share.
         whole: measure the backend's own cycles instead of the calls that the host makes.
 
     Returns:
         Medians of the rounds.
     """
-    sequences = engine.sequences()
+    sequences = engine.sequences(answers)
     if whole:
         assert isinstance(sequences, CycleSequences), "only a backend with whole cycles is asked for them"
         probe: _Parts | _Cycles = _Cycles(engine, sequences)
@@ -87,6 +92,7 @@ class _Parts:
 
     def __init__(self, engine: Engine, sequences: Sequences) -> None:
         self._sequences, self._most = sequences, engine.limits.max_draft_tokens
+        self._answers = len(sequences.lengths)
         self._room, self._has_head = engine.limits.max_model_len, engine.spec.mtp is not None
         self._widest = min(self._most + 1, max(self._room - 1, 1))
         self._context = max(1, min(_CONTEXT, self._room - self._widest - 1, engine.limits.prefill_chunk))
@@ -104,7 +110,7 @@ class _Parts:
                 verified.append(self._sequences.verify(self._ids(rows), rows))
             if verified and rows == self._widest > 1:
                 with _Timed(samples, ("commit", 1), clock):
-                    self._sequences.commit(np.array([1]))
+                    self._sequences.commit(np.ones(self._answers, np.int64))
         if not self._has_head:
             return
         for rows in _grid(self._most + 1)[1:]:
@@ -116,7 +122,9 @@ class _Parts:
         further = self._rows(_BACKLOG) - self._rows(TYPICAL_ROWS)
         slope = (seconds["backlog", 1] - seconds["draft", 1]) / further if further and self._has_head else 0.0
         verify = _line(seconds, "verify", range(1, self._most + 2))
-        return CycleCosts(verify, draft, max(slope, 0.0), seconds.get(("commit", 1), 0.0))
+        each = tuple(tuple(value / self._answers for value in values) for values in (verify, draft))
+        commit = seconds.get(("commit", 1), 0.0)
+        return CycleCosts(each[0], each[1], max(slope, 0.0) / self._answers, commit / self._answers)
 
     def _draft(self, part: tuple[str, int], rows: int, tokens: int, samples: Samples, clock: Clock) -> None:
         rows = self._rows(rows)
@@ -124,7 +132,7 @@ class _Parts:
             self._begin()
         hidden = self._hidden[:, :rows]
         with _Timed(samples, part, clock):
-            self._sequences.draft(self._ids(rows), hidden, np.array([rows]), tokens)
+            self._sequences.draft(self._ids(rows), hidden, np.full(self._answers, rows), tokens)
         self._consumed += rows
 
     def _rows(self, wanted: int) -> int:
@@ -135,10 +143,10 @@ class _Parts:
         self._sequences.reset()
         self._consumed = 0
         self._hidden = self._sequences.verify(self._ids(self._context), 0).hidden.copy()
-        self._sequences.commit(np.array([self._context]))
+        self._sequences.commit(np.full(self._answers, self._context))
 
     def _ids(self, rows: int) -> Ids:
-        return np.arange(rows, dtype=np.int64)[None] % self._vocabulary
+        return np.tile(np.arange(rows, dtype=np.int64) % self._vocabulary, (self._answers, 1))
 
 
 class _Cycles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,12 @@ class Model:
         return _in_turn(first, others)
 
     def completion(
-        self, prepared: Prepared, request: Request, index: int, sequences: Sequences | None = None
+        self,
+        prepared: Prepared,
+        request: Request,
+        index: int,
+        sequences: Sequences | None = None,
+        company: Callable[[], int] | None = None,
     ) -> Generation:
         """One answer to a request, ready to run.
 
@@ -108,6 +113,7 @@ class Model:
             request: what it was prepared from.
             index: which of the answers.
             sequences: fresh ones to run on; None opens some.
+            company: how many answers share its runs now, this one too, which is what `auto` goes by; None: it is alone.
         """
         sequences = sequences or self.engine.sequences(1 + prepared.draft_branches)
         acceptor: Acceptor = GreedyAcceptor()
@@ -139,7 +145,7 @@ class Model:
         cycles = WholeCycles(sequences, drafts) if own and isinstance(sequences, CycleSequences) else None
         policy: DraftPolicy
         if prepared.draft_tokens == AUTO:
-            policy = self.auto.policy(prepared.drafter, len(prepared.prompt), whole=cycles is not None)
+            policy = self.auto.policy(prepared.drafter, len(prepared.prompt), whole=cycles is not None, company=company)
         else:
             policy = FixedPolicy(prepared.draft_tokens)
         name, verify = prepared.drafter, prepared.verify

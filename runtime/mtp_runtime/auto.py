@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from mtp_engines.backends.options import EngineOptions
@@ -34,39 +36,65 @@ class Auto:
     def __init__(self, target: Opened, draft: Opened | None = None) -> None:
         self._target, self._draft = target, draft
         self._lock = threading.Lock()
-        self._found: dict[tuple[bool, bool], CycleCosts] = {}
+        self._found: dict[tuple[bool, bool, int], CycleCosts] = {}
 
-    def policy(self, drafter: str, prompt_tokens: int, *, whole: bool = False, measured: bool = True) -> AutoPolicy:
+    def policy(
+        self,
+        drafter: str,
+        prompt_tokens: int,
+        *,
+        whole: bool = False,
+        measured: bool = True,
+        company: Callable[[], int] | None = None,
+    ) -> AutoPolicy:
         """A policy for one generation.
 
         Args:
             drafter: its name; a lookup before it is taken to cost what the drafter behind it does.
             whole: the backend's own cycles run.
             measured: expect the acceptance that the build measured, where it did.
+            company: how many answers run together now, this one too; None: it is alone.
         """
         base = base_of(drafter)
         waiting = 0 if whole else min(prompt_tokens, self._target.engine.limits.prefill_chunk)
         own = base not in ("ngram", "draft-model")
         prior = expected_acceptance(self._target.bundle.manifest) if own and measured else None
-        return AutoPolicy(self.costs(drafter, whole=whole), waiting, prior)
+        together = None if company is None else partial(self._together, drafter, company)
+        return AutoPolicy(self.costs(drafter, whole=whole), waiting, prior, together=together)
 
-    def costs(self, drafter: str, *, whole: bool = False) -> CycleCosts:
+    def measure(self, answers: int) -> None:
+        """Measure, or read, the costs of 1, 2, 4, ... answers that run together, up to a number of them."""
+        for size in _sizes(answers):
+            self._costs(of_draft=False, whole=False, answers=size)
+
+    def costs(self, drafter: str, *, answers: int = 1, whole: bool = False) -> CycleCosts:
         """Costs of cycles with a drafter."""
-        base, target = base_of(drafter), self._costs(of_draft=False, whole=whole)
+        base, target = base_of(drafter), self._costs(of_draft=False, whole=whole, answers=answers)
         if base == "ngram":
             return replace(target, draft=(0.0,) * len(target.draft), catch_up=0.0)
         if base == "draft-model":
             return with_draft_model(target, self._costs(of_draft=True, whole=False))
         return target
 
-    def _costs(self, *, of_draft: bool, whole: bool) -> CycleCosts:
+    def _together(self, drafter: str, company: Callable[[], int]) -> CycleCosts:
+        """Costs of the largest company that was measured and is not larger than this one; nothing is measured here."""
+        now = company()
+        known = [size for size in _sizes(now) if (False, False, size) in self._found and size <= now]
+        return self.costs(drafter, answers=max(known, default=1))
+
+    def _costs(self, *, of_draft: bool, whole: bool, answers: int = 1) -> CycleCosts:
         with self._lock:
-            if (of_draft, whole) not in self._found:
+            if (of_draft, whole, answers) not in self._found:
                 opened = self._draft if of_draft else self._target
                 assert opened is not None, "a request for a draft model is refused where none was loaded"
-                found = costs_of(opened.bundle, opened.engine, opened.options, whole=whole)
-                self._found[of_draft, whole] = found
-            return self._found[of_draft, whole]
+                found = costs_of(opened.bundle, opened.engine, opened.options, answers=answers, whole=whole)
+                self._found[of_draft, whole, answers] = found
+            return self._found[of_draft, whole, answers]
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4, ... and the greatest number itself."""
+    return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
 
 
 def with_draft_model(target: CycleCosts, draft: CycleCosts) -> CycleCosts:

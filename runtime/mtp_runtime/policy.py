@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,7 +114,12 @@ class AutoPolicy:
     """
 
     def __init__(
-        self, costs: CycleCosts, waiting_rows: int = 0, prior: float | None = None, tuning: Tuning | None = None
+        self,
+        costs: CycleCosts,
+        waiting_rows: int = 0,
+        prior: float | None = None,
+        tuning: Tuning | None = None,
+        together: Callable[[], CycleCosts] | None = None,
     ) -> None:
         """Begin knowing nothing.
 
@@ -122,7 +127,9 @@ class AutoPolicy:
             costs: of the engine and the drafter.
             waiting_rows: rows of the prompt, which the drafter has not seen yet.
             prior: acceptance that is expected of every position; None takes a mild one.
+            together: asked in every cycle for the costs that hold in the company of other answers; None: of none.
         """
+        self._together = together
         self._tuning = tuning = tuning or Tuning()
         self._expected = tuning.prior if prior is None else prior
         self._costs, self._owed = costs, max(waiting_rows - TYPICAL_ROWS, 0) * costs.catch_up
@@ -132,6 +139,8 @@ class AutoPolicy:
 
     def choose(self, number: int) -> int:
         """The best K, or a larger one to see whether that would pay."""
+        if self._together is not None:
+            self._costs = self._together()
         cycles = expected_cycles(self._estimates(), self._costs)
         rates = [tokens / seconds for tokens, seconds in cycles]
         best_rate = max(rates)

@@ -47,23 +47,29 @@ def opened(place: Path) -> tuple[Bundle, Engine]:
 class Pretended:
     """Sequences whose calls move a clock on by what they are said to cost; `slow` seconds more in some."""
 
-    def __init__(self, slow: Callable[[int], float] = lambda call: 0.0, finite: bool = True) -> None:
-        self.lengths: Ids = np.zeros(1, np.int64)
+    def __init__(self, slow: Callable[[int], float] = lambda call: 0.0, finite: bool = True, answers: int = 1) -> None:
+        self.lengths: Ids = np.zeros(answers, np.int64)
         self.now, self._slow, self._calls, self._finite, self._staged = 0.0, slow, 0, finite, 0
 
     def engine(self, most: int, room: int = 256) -> Any:
         limits = Limits(max_model_len=room, max_batch_size=1, max_draft_tokens=most)
         spec = SimpleNamespace(mtp=object(), vocab_size=7)
-        return SimpleNamespace(sequences=lambda: self, limits=limits, spec=spec)
+
+        def sequences(batch: int) -> Pretended:
+            assert batch == len(self.lengths)
+            return self
+
+        return SimpleNamespace(sequences=sequences, limits=limits, spec=spec)
 
     def verify(self, tokens: Ids, logit_rows: int) -> Verified:
-        rows = tokens.shape[1]
+        answers, rows = tokens.shape
         assert tokens.max() < 7
-        self._spend(10.0 + rows)
+        assert answers == len(self.lengths)
+        self._spend(10.0 + answers * rows)
         if logit_rows and not self._finite:
             raise NumericsError("Not a number.")
         self._staged = rows
-        return Verified(np.zeros((1, logit_rows), np.int64), np.zeros((1, rows, 4), np.float32))
+        return Verified(np.zeros((answers, logit_rows), np.int64), np.zeros((answers, rows, 4), np.float32))
 
     def commit(self, rows: Ids) -> None:
         self._spend(3.0 if rows[0] < self._staged else 0.0)
@@ -72,8 +78,9 @@ class Pretended:
 
     def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int) -> Ids:
         assert hidden.shape[:2] == tokens.shape
-        self._spend(0.5 * tokens.shape[1] + 2.0 * draft_tokens)
-        return np.zeros((1, draft_tokens), np.int64)
+        assert rows.shape == self.lengths.shape
+        self._spend(0.5 * tokens.size + 2.0 * draft_tokens)
+        return np.zeros((len(tokens), draft_tokens), np.int64)
 
     def reset(self) -> None:
         self.lengths[:] = 0
@@ -84,7 +91,8 @@ class Pretended:
 
 
 def measured(sequences: Pretended, most: int, room: int = 256) -> CycleCosts:
-    return measure_costs(sequences.engine(most, room), clock=lambda: sequences.now)
+    answers = len(sequences.lengths)
+    return measure_costs(sequences.engine(most, room), answers=answers, clock=lambda: sequences.now)
 
 
 # Measuring
@@ -98,6 +106,14 @@ def test_every_part_is_measured_alone(most: int, room: int) -> None:
     assert found.verify == tuple(10.0 + rows for rows in range(1, most + 2))
     assert found.draft == tuple(1.0 + 2.0 * tokens for tokens in range(1, most + 1))
     assert (found.catch_up, found.commit) == (0.5, 3.0)
+
+
+def test_what_answers_share_is_shared() -> None:
+    """Four together: a run costs 10 and 1 a row, so each of them bears a quarter of the 10."""
+    found = measured(Pretended(answers=4), 3)
+    assert found.verify == tuple(2.5 + rows for rows in range(1, 5))
+    assert found.draft == tuple(1.0 + 0.5 * tokens for tokens in range(1, 4))
+    assert (found.catch_up, found.commit) == (0.5, 0.75)
     assert found.is_sound()
 
 
@@ -153,7 +169,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Measuring gives made-up costs; one entry for each time."""
     times: list[bool] = []
 
-    def pretend(engine: Engine, *, whole: bool) -> CycleCosts:
+    def pretend(engine: Engine, *, whole: bool, answers: int) -> CycleCosts:
         times.append(whole)
         return MADE_UP
 
@@ -201,6 +217,7 @@ def test_the_key_knows_all_that_costs_depend_on(place: Path, monkeypatch: pytest
     keys = {
         key_of(renamed, engine, ONE),
         key_of(bundle, engine, ONE, whole=True),
+        key_of(bundle, engine, ONE, answers=2),
         key_of(bundle, engine, EngineOptions(threads=2)),
         key_of(bundle, engine, EngineOptions(threads=1, backend="onnxruntime")),
     }
@@ -211,7 +228,7 @@ def test_the_key_knows_all_that_costs_depend_on(place: Path, monkeypatch: pytest
         keys.add(key_of(bundle, engine, ONE))
     monkeypatch.setattr(cost_cache, "version", lambda name: "99")
     keys.add(key_of(bundle, engine, ONE))
-    assert len(keys | {before}) == 7
+    assert len(keys | {before}) == 8
 
 
 def test_a_cuda_device_is_known_by_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

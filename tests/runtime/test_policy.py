@@ -17,7 +17,7 @@ from mtp_engines.contracts.manifest import DraftAgreement
 from mtp_engines.costs import CycleCosts
 from mtp_engines.engine import Ids, Verified
 from mtp_engines.errors import RequestError
-from mtp_runtime import Model, load
+from mtp_runtime import Model, auto, load
 from mtp_runtime.auto import expected_acceptance, with_draft_model
 from mtp_runtime.cli import requests_from_file
 from mtp_runtime.policy import Acceptance, AutoPolicy, DraftPolicy, FixedPolicy, Tuning
@@ -404,3 +404,48 @@ def test_the_command_takes_auto_and_refuses_other_words(tmp_path: Path) -> None:
     assert sum(record["stats"]["draft_tokens_chosen"].values()) == record["stats"]["cycles"]
     command_refused_use = run_command("mtp-run", *arguments, "often")
     command_refused(command_refused_use, "'often' is neither a whole number nor 'auto'", code=2)
+
+
+# In company
+
+
+def test_auto_goes_by_the_costs_of_the_company_that_it_has_now() -> None:
+    """Alone a further row costs little; together it costs as much as the first one, so that nothing is drafted."""
+    alone = CycleCosts((10.0, 10.5, 11.0), (1.0, 2.0), 0.0, 0.5)
+    crowded = CycleCosts((3.0, 6.0, 9.0), (0.5, 1.0), 0.0, 0.5)
+    now = [alone]
+    policy = AutoPolicy(alone, together=lambda: now[0])
+    chosen: dict[bool, list[int]] = {True: [], False: []}
+    for number in range(200):
+        quiet = number % 100 < 50
+        now[0] = alone if quiet else crowded
+        width = policy.choose(number)
+        chosen[quiet].append(width)
+        policy.observe(width, width if number % 2 else 0)
+    assert np.mean([width == 2 for width in chosen[True]]) > 0.9
+    assert np.mean([width == 0 for width in chosen[False]]) > 0.9
+    deaf = AutoPolicy(alone)
+    assert deaf.choose(0) == 2, "control: without company it drafts"
+
+
+def test_the_costs_in_company_are_those_of_the_largest_measured_one_that_is_not_larger(
+    partial: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def pretend(*parts: object, answers: int = 1, whole: bool = False) -> CycleCosts:
+        asked.append(answers)
+        return CycleCosts((float(answers),) * 9, (1.0,) * 8, 0.0, 0.0)
+
+    monkeypatch.setattr(auto, "costs_of", pretend)
+    found = auto.Auto(auto.Opened(partial.bundle, partial.engine, EngineOptions()))
+    found.measure(5)
+    assert asked == [1, 2, 4, 5]
+    for now, size in ((1, 1), (2, 2), (3, 2), (4, 4), (5, 5)):
+        policy = found.policy("mtp", 4, company=lambda now=now: now)
+        policy.choose(0)
+        assert policy._costs.verify[0] == size
+    fresh = auto.Auto(auto.Opened(partial.bundle, partial.engine, EngineOptions()))
+    policy = fresh.policy("mtp", 4, company=lambda: 5)
+    policy.choose(0)
+    assert policy._costs.verify[0] == 1, "nothing is measured while answers wait"

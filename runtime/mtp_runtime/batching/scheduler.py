@@ -235,15 +235,16 @@ class Scheduler:
     def _enter(self, lane: Lane) -> None:
         slot = next(slot for slot in range(self.slots) if slot not in self._running)
         ticket, run = lane.ticket, None
+        asked = (ticket.prepared, ticket.request, lane.index)
         if self._slots is None:
-            lane.generation = generation = self.model.completion(ticket.prepared, ticket.request, lane.index)
+            lane.generation = generation = self.model.completion(*asked)
             safe = FailSafeDrafter(generation.parts.drafter, lambda error: self._drafter_failed(lane, error))
             generation.parts = replace(generation.parts, drafter=safe)
             lane.task = self._rounds.start(slot, lambda: take_turns(lane))
         else:
             if lane.generation is None:
                 lane.proxy = SlotProxy(self._slots, slot)
-                lane.generation = self.model.completion(ticket.prepared, ticket.request, lane.index, lane.proxy)
+                lane.generation = self.model.completion(*asked, lane.proxy, lambda: self.running)
             assert lane.proxy is not None
             lane.proxy.move(slot)
             window = self._slots.window(slot, 1)
