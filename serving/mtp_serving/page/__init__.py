@@ -1,0 +1,1 @@
+"""The page at `/`: prompt and answer for people, without a build step."""
