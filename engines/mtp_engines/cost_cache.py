@@ -56,9 +56,7 @@ def costs_of(
     return found.costs
 
 
-def key_of(
-    bundle: Bundle, engine: Engine, options: EngineOptions, *, answers: int = 1, whole: bool = False
-) -> str:
+def key_of(bundle: Bundle, engine: Engine, options: EngineOptions, *, answers: int = 1, whole: bool = False) -> str:
     """sha256 over everything that costs depend on; the name of the machine's processors is in no other form kept."""
     content = {
         "form": FORM,

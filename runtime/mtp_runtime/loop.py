@@ -71,6 +71,11 @@ class Generation:
         self._scores: list[TokenLogprobs] = []
         self.cached = 0
         """Tokens of the prompt whose state was taken from an earlier request."""
+        self.stops_short = 0
+        """A last chunk of more rows than this leaves one token for a run of its own; 0: none does.
+
+        What is there before that token can be kept for the same text, of which one token has to run in any case.
+        """
         self._consumed, self._wanted = 0, self.prompt
 
     @property
@@ -128,6 +133,8 @@ class Generation:
             return self._emit(Block(parts.ending.cut([int(first[0])])))
         acceptor, start, is_new = parts.acceptor, self._consumed, not self.emitted
         end = min(start + parts.prefill_chunk, len(self._wanted))
+        if 0 < self.stops_short < end - start and end == len(self._wanted):
+            end -= 1
         is_last = end == len(self._wanted)
         rows = end - start if acceptor.scores_prompt else int(is_last)
         tokens: Ids = np.array([self._wanted[start:end]], np.int64)

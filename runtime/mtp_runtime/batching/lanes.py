@@ -57,6 +57,10 @@ class Lane:
         return [Finished((), "", reason, len(prompt), Stats(), Completion(self.index, seed))]
 
 
+_SHORT = 16
+"""Rows of a prompt's last chunk that are cheaper to run again than one row more is now."""
+
+
 class SlotRun:
     """A lane's time in a slot."""
 
@@ -72,6 +76,7 @@ class SlotRun:
         self._inner = FailSafeDrafter(self._generation.restart(), report)
         self._drafter = LateDrafter(self._inner, records=self._reuses)
         self._generation.parts = replace(self._generation.parts, drafter=self._drafter)
+        self._generation.stops_short = _SHORT if self._reuses else 0
         self._place = Place()
 
     @property

@@ -349,3 +349,16 @@ def test_control_a_head_that_is_not_fed_again_drafts_otherwise(hybrid: Model, mo
     right = Place.rows
     monkeypatch.setattr(Place, "rows", lambda self: right(self) * 0)
     assert differs(hybrid)
+
+
+def test_the_same_text_again_is_read_but_for_its_last_token(partial: Model) -> None:
+    """Though the prompt is shorter than a chunk; control: short ones are read anew."""
+    one = scheduler(partial, slots=2, prefix_bytes=PLENTY)
+    for draft_tokens in (3, 0):
+        for prompt, cached in ((A, len(A) - 1), (A[:8], 0)):
+            wanted = alone(partial, asked(prompt, draft_tokens))
+            first, again = (answer(one, asked(prompt, draft_tokens)) for _ in range(2))
+            assert [said(first)] == [said(again)] == wanted
+            assert again.cached_tokens == cached
+            assert first.cached_tokens == (cached if draft_tokens == 0 else 0)
+            assert again.stats.accepted == first.stats.accepted

@@ -22,6 +22,7 @@ class VocabularyHead:
         (logits,) = (output for output in session.get_outputs() if output.name == names.LOGITS)
         self._vocab_size = int(logits.shape[-1])
         self._runs: dict[tuple[int, bool], _Run] = {}
+        self._logits = np.zeros((0, self._vocab_size), np.float32)
 
     def choose(self, hidden: Floats) -> tuple[Ids, Finite]:
         """int64[batch, rows] ids for float32[batch, rows, hidden_size], and which rows were finite."""
@@ -54,7 +55,12 @@ class VocabularyHead:
         batch, rows, _ = hidden.shape
         key = (batch * rows, scores)
         if key not in self._runs:
-            self._runs[key] = _Run(self._session, *key, self._hidden_size, self._vocab_size)
+            if scores and key[0] > len(self._logits):
+                # One buffer for all widths: a row of a large vocabulary is a megabyte.
+                self._logits = np.zeros((key[0], self._vocab_size), np.float32)
+                self._runs = {known: run for known, run in self._runs.items() if not known[1]}
+            logits = self._logits[: key[0] if scores else 0]
+            self._runs[key] = _Run(self._session, key[0], self._hidden_size, logits, scores=scores)
         run = self._runs[key]
         if run.bound is not None:
             np.copyto(run.hidden.reshape(hidden.shape), hidden)
@@ -66,11 +72,11 @@ class _Run:
     """Buffers and binding of the head over a fixed number of rows; `bound` is None where there are none."""
 
     def __init__(
-        self, session: ort.InferenceSession, rows: int, scores: bool, hidden_size: int, vocab_size: int
+        self, session: ort.InferenceSession, rows: int, hidden_size: int, logits: Floats, *, scores: bool
     ) -> None:
         self.hidden = np.zeros((rows, hidden_size), np.float32)
         self.ids, self.checksum = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
-        self.logits = np.zeros((rows if scores else 0, vocab_size), np.float32)
+        self.logits = logits
         outputs: dict[str, AnyArray] = {IDS: self.ids, CHECKSUM: self.checksum}
         if scores:
             outputs[names.LOGITS] = self.logits
