@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from mtp_runtime.batching.prefixes import PrefixCache
 from mtp_runtime.batching.tickets import Ticket
 from mtp_runtime.events import Emitted, Finished
 
-if TYPE_CHECKING:
-    from mtp_runtime.batching.scheduler import Scheduler
+
+class Busy(Protocol):
+    """What a scheduler shows of itself; see `mtp_runtime.batching.scheduler.Scheduler`."""
+
+    slots: int
+    prefixes: PrefixCache
+
+    @property
+    def queued(self) -> int:
+        """Answers that wait for a slot."""
+
+    @property
+    def running(self) -> int:
+        """Answers that have a slot."""
 
 
 class Watch:
@@ -36,5 +49,5 @@ class Watch:
     def degraded(self, ticket: Ticket, error: Exception) -> None:
         """A drafter failed."""
 
-    def round(self, widths: Sequence[int], scheduler: Scheduler) -> None:
+    def round(self, widths: Sequence[int], scheduler: Busy) -> None:
         """A round is over; `widths` are the rows of each answer in its verify."""

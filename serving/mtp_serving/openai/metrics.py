@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from mtp_runtime.batching.scheduler import Scheduler
 from mtp_runtime.batching.tickets import Ticket
-from mtp_runtime.batching.watch import Watch
+from mtp_runtime.batching.watch import Busy, Watch
 from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.stats import Stats
 
@@ -150,7 +150,7 @@ class Metrics(Watch):
         """Counted."""
         self._degraded.inc()
 
-    def round(self, widths: Sequence[int], scheduler: Scheduler) -> None:
+    def round(self, widths: Sequence[int], scheduler: Busy) -> None:
         """How many ran together."""
         if widths:
             self._widths.observe(len(widths))

@@ -28,7 +28,9 @@ def open_socket(host: str, port: int) -> socket.socket:
     Raises:
         RequestError: the address is not there, or taken.
     """
-    opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio sets TCP_NODELAY; without it, chunks of a kept connection wait 40 ms for an ACK.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((host, port))

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mtp_runtime.batching.scheduler import Scheduler
 from mtp_runtime.batching.tickets import Ticket
-from mtp_runtime.batching.watch import Watch
+from mtp_runtime.batching.watch import Busy, Watch
 from mtp_runtime.events import Emitted, Finished
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class Metrics(Watch):
         """Count it."""
         self._add("mtp:drafter_failures_total", 1)
 
-    def round(self, widths: Sequence[int], scheduler: Scheduler) -> None:
+    def round(self, widths: Sequence[int], scheduler: Busy) -> None:
         """Take the state of the scheduler."""
         gauges = {
             "mtp:num_requests_running": scheduler.running,

@@ -15,8 +15,7 @@ from mtp_engines.engine import Floats, Ids
 from mtp_engines.errors import MtpError
 from mtp_runtime import Model, load
 from mtp_runtime.batching.calls import SlotProxy
-from mtp_runtime.batching.scheduler import Scheduler
-from mtp_runtime.batching.watch import Watch
+from mtp_runtime.batching.watch import Busy, Watch
 from mtp_runtime.request import Request
 from tests.fixtures.checkpoints import partial_checkpoint, tinytext_tokenizer, write_tokenizer
 from tests.runtime.batching.conftest import Families
@@ -49,7 +48,7 @@ class Widths(Watch):
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
 
-    def round(self, widths: Sequence[int], scheduler: Scheduler) -> None:
+    def round(self, widths: Sequence[int], scheduler: Busy) -> None:
         self.counts[len(widths)] += 1
 
 
