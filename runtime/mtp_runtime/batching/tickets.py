@@ -45,6 +45,7 @@ class Ticket:
     listener: Listener | None = None
     submitted: float = field(default_factory=time.monotonic)
     _kept: queue.SimpleQueue[Told] = field(default_factory=queue.SimpleQueue)
+    _results: list[Finished] | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _wake: list[Callable[[], None]] = field(default_factory=list)
 
@@ -86,6 +87,8 @@ class Ticket:
             yield told
 
     def results(self) -> list[Finished]:
-        """Wait for every answer; by their number."""
-        finished = [event for event in self if isinstance(event, Finished)]
-        return sorted(finished, key=lambda event: event.completion.index)
+        """Wait for every answer; by their number. Events are there once: iterate, or call this."""
+        if self._results is None:
+            finished = [event for event in self if isinstance(event, Finished)]
+            self._results = sorted(finished, key=lambda event: event.completion.index)
+        return self._results
