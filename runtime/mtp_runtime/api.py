@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,6 @@ class Model:
         request: Request,
         index: int,
         sequences: Sequences | None = None,
-        company: Callable[[], int] | None = None,
     ) -> Generation:
         """One answer to a request, ready to run.
 
@@ -113,7 +112,6 @@ class Model:
             request: what it was prepared from.
             index: which of the answers.
             sequences: fresh ones to run on; None opens some.
-            company: how many answers share its runs now, this one too, which is what `auto` goes by; None: it is alone.
         """
         sequences = sequences or self.engine.sequences(1 + prepared.draft_branches)
         acceptor: Acceptor = GreedyAcceptor()
@@ -143,17 +141,18 @@ class Model:
         own = not on_host and prepared.drafter in ("none", head_kind(self.engine.spec))
         drafts = prepared.draft_tokens != 0
         cycles = WholeCycles(sequences, drafts) if own and isinstance(sequences, CycleSequences) else None
-        policy: DraftPolicy
-        if prepared.draft_tokens == AUTO:
-            policy = self.auto.policy(prepared.drafter, len(prepared.prompt), whole=cycles is not None, company=company)
-        else:
-            policy = FixedPolicy(prepared.draft_tokens)
+        policy = self._policy(prepared, whole=cycles is not None)
         name, verify = prepared.drafter, prepared.verify
         drafter = new_drafter()
         made = self.run(prepared.prompt, sequences, drafter, policy, ending, name, acceptor, cycles, verify, tree)
         seconds = made.parts.stats.seconds
         made.parts = replace(made.parts, new_drafter=lambda: TimedDrafter(new_drafter(), seconds))
         return made
+
+    def _policy(self, prepared: Prepared, *, whole: bool) -> DraftPolicy:
+        if prepared.draft_tokens == AUTO:
+            return self.auto.policy(prepared.drafter, len(prepared.prompt), whole=whole)
+        return FixedPolicy(prepared.draft_tokens)
 
     def _ending(self, prepared: Prepared, request: Request) -> Ending:
         text = TextStream(self.prompts.tokenizer, request.stops, request.skip_special_tokens)

@@ -127,7 +127,7 @@ class AutoPolicy:
             costs: of the engine and the drafter.
             waiting_rows: rows of the prompt, which the drafter has not seen yet.
             prior: acceptance that is expected of every position; None takes a mild one.
-            together: asked in every cycle for the costs that hold in the company of other answers; None: of none.
+            together: asked in every cycle for the costs that hold in the company of other answers; None: it is alone.
         """
         self._together = together
         self._tuning = tuning = tuning or Tuning()

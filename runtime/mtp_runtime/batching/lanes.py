@@ -132,9 +132,11 @@ class SlotRun:
             self._drafter.forget()
 
 
-def take_turns(lane: Lane) -> None:
+def take_turns(lane: Lane, report: Report) -> None:
     """Run a lane whose engine has no slots: cycle by cycle, with others in between."""
-    assert lane.generation is not None
-    for event in lane.generation:
+    generation = lane.generation
+    assert generation is not None
+    generation.parts = replace(generation.parts, drafter=FailSafeDrafter(generation.parts.drafter, report))
+    for event in generation:
         lane.deliver(lane, event)
         ask(Turn())

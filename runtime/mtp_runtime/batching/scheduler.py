@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from mtp_engines.engine import SlotSequences
 from mtp_engines.errors import MtpError, RequestError
 from mtp_runtime.api import Model
 from mtp_runtime.batching.calls import SlotProxy
+from mtp_runtime.batching.company import Company
 from mtp_runtime.batching.lanes import Lane, SlotRun, take_turns
 from mtp_runtime.batching.options import BatchOptions, ClosedError, QueueFullError
 from mtp_runtime.batching.prefixes import PrefixCache
@@ -20,7 +22,6 @@ from mtp_runtime.batching.rounds import Rounds
 from mtp_runtime.batching.tasks import Task
 from mtp_runtime.batching.tickets import Failed, Listener, Ticket
 from mtp_runtime.batching.watch import Watch
-from mtp_runtime.drafters.failsafe import FailSafeDrafter
 from mtp_runtime.events import Event, Finished, FinishReason
 from mtp_runtime.request import Request
 
@@ -59,6 +60,7 @@ class Scheduler:
         budget = limits.prefill_chunk if options.prefill_budget is None else options.prefill_budget
         self._rounds = Rounds(self._slots, limits, budget)
         self.prefixes = PrefixCache(options.prefix_bytes if self.batched else 0)
+        self._company = Company(model.auto, lambda: self.running)
         self._waiting: list[Lane] = []
         self._running: dict[int, tuple[Lane, SlotRun | None]] = {}
         self._orders = itertools.count()
@@ -235,20 +237,18 @@ class Scheduler:
     def _enter(self, lane: Lane) -> None:
         slot = next(slot for slot in range(self.slots) if slot not in self._running)
         ticket, run = lane.ticket, None
-        asked = (ticket.prepared, ticket.request, lane.index)
+        asked, report = (ticket.prepared, ticket.request, lane.index), partial(self._drafter_failed, lane)
         if self._slots is None:
-            lane.generation = generation = self.model.completion(*asked)
-            safe = FailSafeDrafter(generation.parts.drafter, lambda error: self._drafter_failed(lane, error))
-            generation.parts = replace(generation.parts, drafter=safe)
-            lane.task = self._rounds.start(slot, lambda: take_turns(lane))
+            lane.generation = self.model.completion(*asked)
+            lane.task = self._rounds.start(slot, lambda: take_turns(lane, report))
         else:
             if lane.generation is None:
                 lane.proxy = SlotProxy(self._slots, slot)
-                lane.generation = self.model.completion(*asked, lane.proxy, lambda: self.running)
+                lane.generation = self.model.completion(*asked, lane.proxy)
+                self._company.join(lane.generation, ticket.prepared)
             assert lane.proxy is not None
             lane.proxy.move(slot)
-            window = self._slots.window(slot, 1)
-            run = SlotRun(lane, window, lane.proxy, self.prefixes, lambda error: self._drafter_failed(lane, error))
+            run = SlotRun(lane, self._slots.window(slot, 1), lane.proxy, self.prefixes, report)
             lane.task = self._rounds.start(slot, run.work)
         self._running[slot] = (lane, run)
         self._watch.entered(ticket)

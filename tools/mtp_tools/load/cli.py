@@ -96,7 +96,8 @@ def _measured(
         levels = asyncio.run(measure(url, given["model"], material, plan, _note))
     else:
         # No policy may find what another one has read.
-        arguments = ["--prefix-cache-bytes", "0", *_server_options(given)]
+        # Started for auto, it measures what cycles of several answers cost, which auto goes by.
+        arguments = ["--prefix-cache-bytes", "0", "--draft-tokens", "auto", *_server_options(given)]
         server = ServerProcess(bundle, arguments, log)
         with running(server) as address:
             levels = asyncio.run(measure(address, None, material, plan, _note, server.cpu_seconds))
