@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from mtp_engines.backends.options import EngineOptions
 from mtp_engines.costs import CycleCosts
 from mtp_runtime import Model, auto
 from mtp_runtime.batching.company import CompanyPolicy, SharedPolicy
