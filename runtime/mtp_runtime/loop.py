@@ -194,7 +194,8 @@ class Generation:
     def close(self, given_up: FinishReason | None = None) -> Iterator[Event]:
         """What is left to say once it is done, or why it was given up before: then no half character is shown."""
         parts, done = self.parts, self.parts.acceptor.completion
-        if given_up is None and (rest := parts.ending.text.finish()):
+        text = parts.ending.text
+        if rest := text.finish() if given_up is None else text.flush():
             yield Emitted((), rest, () if parts.acceptor.scores_output else None, done.index)
         yield Finished(
             tuple(self.emitted),

@@ -88,7 +88,7 @@ class Prompts:
                 found += spelled
             else:
                 found.append(word)
-        return [word for number, word in enumerate(found) if word not in found[:number]]
+        return [list(word) for word in dict.fromkeys(map(tuple, found))]
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """A rendered template already holds its special tokens, so they are not added again."""

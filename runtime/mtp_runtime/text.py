@@ -43,6 +43,12 @@ class TextStream:
         self._shown = max(end, self._shown)
         return text
 
+    def flush(self) -> str:
+        """What was held back as a possible stop text; bytes that are no character yet stay out."""
+        text = self.decoded[self._shown :]
+        self._shown = max(len(self.decoded), self._shown)
+        return text
+
     def finish(self) -> str:
         """The rest, with bytes that never became a character shown as U+FFFD."""
         if self._tokenizer is not None and not self.stopped:

@@ -96,10 +96,11 @@ class RowByRow:
         self._logits = logits
         self._tokens: list[int] = []
         self._rows: list[Verified] = []
+        self._kept = 0
 
     def begin(self, pending: int, draft: list[int]) -> tuple[list[int], Scored]:
         """Run nothing yet."""
-        self._tokens, self._rows = [pending, *draft], []
+        self._tokens, self._rows, self._kept = [pending, *draft], [], 0
         count = len(self._tokens)
         ids = _OnDemand(count, lambda row: int(self._row(row).ids[0, 0]))
         logits = _OnDemand(count, lambda row: _logits_of(self._row(row))) if self._logits else None
@@ -111,19 +112,24 @@ class RowByRow:
         An end may have cut the block, so that rows behind it are committed too: nothing follows then.
         """
         self._row(count - 1)
-        self._sequences.commit(np.array([1]))
+        self._keep()
         ids, hidden = (np.concatenate([getattr(row, name) for row in self._rows], axis=1) for name in ("ids", "hidden"))
         logits = np.concatenate([_logits_of(row)[None, None] for row in self._rows], axis=1) if self._logits else None
         return Verified(ids, hidden, logits)
 
     def _row(self, index: int) -> Verified:
         while len(self._rows) <= index:
-            if self._rows:
-                self._sequences.commit(np.array([1]))
+            self._keep()
             row = self._verify(np.array([[self._tokens[len(self._rows)]]]), 1)
             # The next run writes over the hidden state.
             self._rows.append(Verified(row.ids, row.hidden.copy(), row.logits))
         return self._rows[index]
+
+    def _keep(self) -> None:
+        """Commit the newest row, unless that was done before the row behind it failed."""
+        if self._kept < len(self._rows):
+            self._sequences.commit(np.array([1]))
+            self._kept += 1
 
 
 def verification_of(mode: VerifyMode, sequences: Sequences, *, logits: bool) -> Verification:

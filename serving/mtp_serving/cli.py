@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from mtp_engines.backends.options import EngineOptions
 from mtp_engines.errors import RequestError
 from mtp_runtime.batching.options import BatchOptions
 from mtp_runtime.cli import DraftTokensParameter, bundle_argument, engine_options, find_bundle, open_model
-from mtp_runtime.request import AUTO, DraftTokens
+from mtp_runtime.request import AUTO, DraftTokens, request_from
 
 _LIBRARIES = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -70,15 +71,20 @@ def serve(
 ) -> None:
     """Serve a bundle to clients of the OpenAI API, several requests at once. SIGTERM drains; a second one stops."""
     require_libraries()
+    if timeout is not None and not math.isfinite(timeout):
+        raise RequestError(f"--timeout is {timeout}, expected a finite number of seconds.")
     from mtp_serving.openai.options import ServeOptions
     from mtp_serving.openai.server import Server, open_socket
     from mtp_serving.openai.service import Service
 
+    for option, value in (("--api-key", api_key), ("--served-name", served_name)):
+        if value == "":
+            raise RequestError(f"{option} is empty; give a text, or leave it out (MTP_API_KEY too).")
     directory = find_bundle(bundle)
     name = served_name or directory.resolve().name
     options = ServeOptions(
         name,
-        api_key or None,
+        api_key,
         max_body_bytes,
         max_new_tokens_limit,
         timeout,
@@ -88,7 +94,9 @@ def serve(
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("mtp_serving.access").setLevel(logging.WARNING if quiet else logging.INFO)
     with open_socket(host, port) as listening:
-        model = open_model(directory, engine, (), draft_model)
+        # What a request gets that names nothing has to be possible.
+        usual = request_from({"prompt_ids": [0], "draft_tokens": draft_tokens}, "the command line")
+        model = open_model(directory, engine, [usual], draft_model)
         service = Service(model, options, BatchOptions(slots, max_queue, prefix_bytes=prefix_cache_bytes))
         if draft_tokens == AUTO and service.scheduler.batched:
             print("reading or measuring what cycles of several answers cost", file=sys.stderr, flush=True)
@@ -107,6 +115,6 @@ def require_libraries() -> None:
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"`mtp-run serve` needs {', '.join(missing)}, which are not installed here; install them with "
+            f"`mtp-run serve` needs {', '.join(missing)}, not installed here; install what it needs with "
             "`pip install 'mtp-export[serve]'`."
         )

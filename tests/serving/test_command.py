@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 
 from mtp_runtime import Model
 from mtp_serving import cli
@@ -141,3 +142,21 @@ def test_other_commands_import_none_of_them() -> None:
         [sys.executable, "-c", control], capture_output=True, text=True, check=True, timeout=PATIENCE
     )
     assert set(shown.stdout.split()) == {"fastapi", "uvicorn", "prometheus_client"}
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--api-key", ""], ["--api-key is empty"]),
+        (["--served-name", ""], ["--served-name is empty"]),
+        (["--timeout", "nan"], ["--timeout is nan", "finite"]),
+        (["--draft-tokens", "99"], ["draft_tokens is 99"]),
+    ],
+)
+def test_what_no_request_could_use_is_refused_at_the_start(
+    carried: Model, options: list[str], parts: list[str]
+) -> None:
+    place = str(carried.bundle.directory)
+    result = CliRunner().invoke(cli.serve, [place, "--port", "0", *options], standalone_mode=False)
+    assert result.exception is not None
+    assert all(part in str(result.exception) for part in parts), result.exception

@@ -85,6 +85,8 @@ def grammar_of(given: str) -> str:
 
 
 def _read(option: str, file: str, other: str) -> str:
+    if not file.strip():
+        raise RequestError(f"--{option} is empty; give a file, or {other}.")
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:

@@ -131,6 +131,8 @@ class Grammars:
             source, after = _source(asked), asked.after.encode("utf-8")
             source.encode("utf-8")
             failed, said = LLMatcher.validate_grammar_with_warnings(source, vocabulary.tokenizer)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{asked.name} is not valid UTF-8 text; give it in UTF-8.") from error
         except (TypeError, ValueError) as error:
             failed, said, source, after = True, [str(error)], "", b""
         if failed:

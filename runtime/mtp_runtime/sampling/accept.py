@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mtp_engines.errors import ContractError
+from mtp_engines.errors import ContractError, NumericsError, RequestError
 from mtp_runtime.sampling.law import Law, Laws
 from mtp_runtime.sampling.stream import Purpose, Stream
 
@@ -33,7 +33,8 @@ class Verdict(NamedTuple):
     """What one cycle emits.
 
     Attributes:
-        emitted: the accepted draft tokens and the bonus token: 1 to K + 1 ids.
+        emitted: the accepted draft tokens and the bonus token: 1 to K + 1 ids. Without the bonus token where the row
+            behind accepted tokens has no law.
         accepted: how many of them are draft tokens, 0 to K.
     """
 
@@ -61,7 +62,9 @@ def coupled(laws: Laws, draft: Sequence[int], position: int, stream: Stream) -> 
     require_rows(laws, draft)
     emitted: list[int] = []
     for row, token in enumerate([*draft, None]):
-        emitted.append(stream.race(laws[row], position + row))
+        if (law := law_behind_accepted(laws, row)) is None:
+            return Verdict(emitted, row)
+        emitted.append(stream.race(law, position + row))
         if emitted[-1] != token:
             return Verdict(emitted, row)
     raise AssertionError("the row behind the draft has no draft token to equal")
@@ -106,7 +109,9 @@ def rejection(
         raise ContractError(f"there are {len(proposed)} draft laws for {len(draft)} draft tokens; pass one for each.")
     emitted: list[int] = []
     for row, token in enumerate(draft):
-        p, q = laws[row], proposed[row]
+        if (p := law_behind_accepted(laws, row)) is None:
+            return Verdict(emitted, row)
+        q = proposed[row]
         if q.of(token) == 0:
             raise ContractError(
                 f"draft token {token} has probability 0 in its draft law; pass the law that it was drawn from."
@@ -115,7 +120,26 @@ def rejection(
             return Verdict([*emitted, stream.draw(p.beyond(q), position + row, Purpose.TOKEN)], row)
         emitted.append(token)
     last = len(draft)
-    return Verdict([*emitted, stream.draw(laws[last], position + last, Purpose.TOKEN)], last)
+    if (p := law_behind_accepted(laws, last)) is None:
+        return Verdict(emitted, last)
+    return Verdict([*emitted, stream.draw(p, position + last, Purpose.TOKEN)], last)
+
+
+def law_behind_accepted(laws: Laws, row: int) -> Law | None:
+    """The law of a row; None if it has none and a draft token before it was accepted.
+
+    What was accepted may have ended the answer. If not, the row comes again as the first one of the next cycle, and
+    fails there as in plain decoding, with everything before it said.
+
+    Raises:
+        RequestError, NumericsError: the first row has no law.
+    """
+    try:
+        return laws[row]
+    except (RequestError, NumericsError):
+        if row == 0:
+            raise
+        return None
 
 
 def require_rows(laws: Laws, draft: Sequence[int]) -> None:

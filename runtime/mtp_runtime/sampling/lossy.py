@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mtp_runtime.sampling.accept import Verdict, require_rows
+from mtp_runtime.sampling.accept import Verdict, law_behind_accepted, require_rows
 from mtp_runtime.sampling.law import Law, Laws
 from mtp_runtime.sampling.stream import Stream
 
@@ -88,6 +88,11 @@ def _judged(
 ) -> Verdict:
     require_rows(laws, draft)
     kept = 0
-    while kept < len(draft) and judges[kept].of(draft[kept]) > 0 and keeps(judges[kept], draft[kept]):
+    while kept < len(draft):
+        judge = law_behind_accepted(judges, kept)
+        if judge is None or not (judge.of(draft[kept]) > 0 and keeps(judge, draft[kept])):
+            break
         kept += 1
-    return Verdict([*draft[:kept], stream.race(laws[kept], position + kept)], kept)
+    law = law_behind_accepted(laws, kept)
+    bonus = [] if law is None else [stream.race(law, position + kept)]
+    return Verdict([*draft[:kept], *bonus], kept)

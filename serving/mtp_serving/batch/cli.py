@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from mtp_engines.backends.options import EngineOptions
+from mtp_engines.errors import RequestError
 from mtp_runtime.batching.scheduler import BatchOptions, Scheduler
 from mtp_runtime.cli import DraftTokensParameter, bundle_argument, engine_options, open_model
-from mtp_runtime.request import DEFAULT_NEW_TOKENS, DraftTokens
+from mtp_runtime.request import DEFAULT_NEW_TOKENS, DraftTokens, request_from
 from mtp_serving.batch.answers import answers
 from mtp_serving.batch.files import Output, numbered_lines, require_same
 
@@ -44,30 +45,44 @@ def batch(
 ) -> int:
     """Answer a file of prompts, several at once. Started again after whatever stopped it, it goes on."""
     defaults: dict[str, Any] = {"max_new_tokens": max_new_tokens, "draft_tokens": draft_tokens, "chat": chat}
+    if source.exists() and output.exists() and source.samefile(output):
+        raise RequestError(f"--input and --output are both {output}; give another --output.")
     with closing(Output(output, retry_errors=retry_errors)) as out:
         lines = dict(_new(source, out.done))
         before = len(out.done)
+        if not lines and not before:
+            raise RequestError(f"{source} has no prompts; write one JSON object a line.")
         if not lines:
-            print(f"{output}: all {before} lines were answered before", file=sys.stderr)
-            return 0
-        model = open_model(bundle, engine)
+            print(f"{output}: all {before} lines were answered before{_again(out.errors)}", file=sys.stderr)
+            return 1 if out.errors else 0
+        # What the options of the command ask for is the same for all lines, so that is refused before the first.
+        model = open_model(
+            bundle, engine, [request_from({**defaults, "prompt_ids": [0], "chat": False}, "the command line")]
+        )
         scheduler = Scheduler(model, BatchOptions(slots))
         scheduler.start()
-        started, tokens, errors = time.perf_counter(), 0, 0
+        started, tokens = time.perf_counter(), 0
         try:
             for number, record in answers(scheduler, lines.items(), defaults):
                 out.add(number, lines[number], record)
-                errors += "error" in record
                 tokens += sum(len(one.get("token_ids", ())) for one in record.get("answers", [record]))
         finally:
             scheduler.close(drain=False)
     seconds = time.perf_counter() - started
     print(
-        f"{output}: {len(lines)} lines answered, {errors} of them with an error, {before} were there; {tokens} tokens, "
-        f"{tokens / seconds:.1f} tok/s",
+        f"{output}: {len(lines)} lines answered, {before} were there; {tokens} tokens, {tokens / seconds:.1f} tok/s"
+        f"{_again(out.errors)}",
         file=sys.stderr,
     )
-    return 1 if errors else 0
+    return 1 if out.errors else 0
+
+
+def _again(errors: dict[int, str]) -> str:
+    """How many lines could not be answered, why the first could not, and what to do."""
+    if not errors:
+        return ""
+    first = min(errors)
+    return f"; {len(errors)} have an error, line {first}: {errors[first]} --retry-errors asks them again"
 
 
 def _new(source: Path, done: dict[int, str]) -> Iterator[tuple[int, str]]:

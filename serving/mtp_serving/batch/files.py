@@ -13,6 +13,9 @@ from filelock import FileLock, Timeout
 
 from mtp_engines.errors import RequestError
 
+_BEGINNING = b'{"line": '
+"""Of every answer; what a kill left of one begins like that, too."""
+
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Every line that is not blank, with its number from 1.
@@ -41,6 +44,7 @@ class Output:
 
     Attributes:
         done: number of every line of the input that is answered -> its digest.
+        errors: number of those whose answer is an error -> what it says.
     """
 
     def __init__(self, path: Path, *, retry_errors: bool = False) -> None:
@@ -53,6 +57,11 @@ class Output:
             RequestError: it cannot be written, another process writes it, or it holds something else.
         """
         self._path = path
+        self.errors: dict[int, str] = {}
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path} is no file. Give another --output.")
+        if not path.parent.is_dir():
+            raise RequestError(f"{path} cannot be written: there is no directory {path.parent}. Give another --output.")
         self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
             self._lock.acquire()
@@ -87,6 +96,8 @@ class Output:
                 f"{self._path} cannot be written: {error.strerror}. Make room and start the same command again."
             ) from error
         self.done[number] = digest
+        if "error" in record:
+            self.errors[number] = str(record["error"])
 
     def close(self) -> None:
         """Write everything to the disk, and let others have it."""
@@ -102,14 +113,19 @@ class Output:
             try:
                 record = json.loads(text)
                 number, digest = int(record["line"]), str(record["digest"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise RequestError(
                     f"{self._path} line {position} is no answer of `mtp-run batch`. Give another --output."
                 ) from error
-            if retry_errors and "error" in record:
-                continue
+            if "error" in record:
+                if retry_errors:
+                    continue
+                self.errors[number] = str(record["error"])
             done[number] = digest
             kept += text
+        left = data[len(whole) :]
+        if not left.startswith(_BEGINNING[: len(left)]):
+            raise RequestError(f"{self._path} ends in what is no answer of `mtp-run batch`. Give another --output.")
         if data.startswith(kept):
             self._file.truncate(len(kept))
         else:

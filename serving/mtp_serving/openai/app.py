@@ -28,7 +28,7 @@ _CLIENT_GONE = 499
 
 def create_app(service: Service) -> FastAPI:
     """The application of one service, which its caller closes."""
-    app = FastAPI(title="mtp-run serve", docs_url=None, redoc_url=None)
+    app = FastAPI(title="mtp-run serve", docs_url=None, redoc_url=None, openapi_url=None)
     for router in (
         completions.router(service),
         chat.router(service),
@@ -59,6 +59,8 @@ async def _gone(request: HttpRequest, error: Exception) -> Response:
 
 async def _http(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400 and "parsing the body" in str(error.detail):
+        return await _told(request, ApiError("the body could not be read as JSON in UTF-8; send it so."))
     message = f"{request.method} {quote(request.url.path)}: {str(error.detail).rstrip('.').lower()}."
     return await _told(request, ApiError(message, status=error.status_code))
 

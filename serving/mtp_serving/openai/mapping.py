@@ -102,7 +102,7 @@ def plan_chat(body: ChatBody, identity: str, model: Model, options: ServeOptions
         fields["logprobs"] = _few(body.top_logprobs, "top_logprobs")
     if markers and body.skip_special_tokens is None:
         fields["skip_special_tokens"] = False
-    asked = [name for name in FORMS if fields.get(name)]
+    asked = [name for name in FORMS if fields.get(name) is not None and (name != "json_object" or fields[name])]
     if asked and tools:
         raise ApiError(f"{asked[0]} and tools are both given, but an answer has one form; leave one of them out.")
     if forced:

@@ -56,6 +56,8 @@ def write_repository(bundle: Path, out: Path, settings: Settings, name: str | No
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise BuildError(f"the model would be called {name!r}; give a --name of letters, digits, dots, - and _.")
     target = out / name
+    if out.exists() and not out.is_dir():
+        raise BuildError(f"{out} is a file, and a model repository is a directory; choose another --out.")
     if target.exists() and not (target / MODEL).is_file():
         raise BuildError(f"{target} exists and is no model that this command wrote; choose another --out or --name.")
     with staging(target) as directory:

@@ -102,7 +102,7 @@ def test_lines_that_cannot_be_answered_say_why_and_the_others_go_on(bundle: Path
     source.write_text(source.read_text() + "\n\n{not json\n")
     code, said = run(bundle, source, tmp_path / "out.jsonl")
     found = records(tmp_path / "out.jsonl")
-    assert (code, "5 of them with an error" in said) == (1, True)
+    assert (code, "5 have an error, line 2: the prompt has no tokens" in said) == (1, True)
     assert sorted(found) == [1, 2, 3, 4, 5, 6, 9], "blank lines are no prompts"
     assert {number for number, record in found.items() if "error" in record} == {2, 3, 4, 5, 9}
     assert "tempature" in found[3]["error"]
@@ -114,9 +114,10 @@ def test_started_again_it_goes_on_and_asks_errors_again_only_if_told(bundle: Pat
     run(bundle, source, output)
     before = records(output)
     code, said = run(bundle, source, output)
-    assert (code, "all 3 lines were answered before" in said) == (0, True)
+    assert (code, "all 3 lines were answered before; 1 have an error, line 2" in said) == (1, True)
+    assert said.rstrip().endswith("--retry-errors asks them again")
     code, said = run(bundle, source, output, "--retry-errors")
-    assert (code, "1 lines answered, 1 of them with an error, 2 were there" in said) == (1, True)
+    assert (code, "1 lines answered, 2 were there" in said) == (1, True)
     assert {number: ids_of(record) for number, record in records(output).items() if number != 2} == {
         number: ids_of(record) for number, record in before.items() if number != 2
     }
@@ -184,7 +185,17 @@ def test_what_is_refused_before_a_model_is_loaded(tmp_path: Path, bundle: Path) 
     assert (tmp_path / "other").read_text() == '{"text": "mine"}\n'
     with FileLock(f"{output}.lock"):
         assert "is being written by another process" in run(nowhere, source, output)[1]
-    assert "cannot be written" in run(nowhere, source, tmp_path)[1]
+    assert "is no file" in run(nowhere, source, tmp_path)[1]
+    assert "there is no directory" in run(nowhere, source, tmp_path / "absent" / "out.jsonl")[1]
+    (tmp_path / "empty").write_text("\n")
+    assert "has no prompts" in run(nowhere, tmp_path / "empty", tmp_path / "new.jsonl")[1]
+
+
+def test_options_that_no_line_could_use_are_refused_before_anything_is_written(bundle: Path, tmp_path: Path) -> None:
+    source, output = written(tmp_path / "in.jsonl", LINES[:2]), tmp_path / "out.jsonl"
+    code, said = run(bundle, source, output, "--draft-tokens", "99")
+    assert (code, "draft_tokens is 99" in said) == (1, True)
+    assert output.read_bytes() == b""
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +261,19 @@ def test_a_worker_of_a_cluster_answers_its_rows_in_their_order(bundle: Path, mod
         else:
             alone = model.complete_all(Request(**json.loads(text)))
             assert ids_of(record) == [list(one.token_ids) for one in alone]
+
+
+@pytest.mark.parametrize("content", ['{"prompt": "abc"}', "my notes", '{"line', "{"])
+def test_a_file_that_is_not_its_own_is_left_alone(content: str, bundle: Path, tmp_path: Path) -> None:
+    """Without an end of line too, where a kill may have left a part of an answer."""
+    source, output = written(tmp_path / "in.jsonl", LINES[:1]), tmp_path / "mine"
+    output.write_text(content)
+    code, said = run(bundle, source, output)
+    if '{"line": '.startswith(content):
+        assert code == 0, "the beginning of an answer"
+    else:
+        assert (code, "ends in what is no answer" in said) == (1, True)
+        assert output.read_text() == content
+    assert "--input and --output are both" in run(bundle, source, source)[1]
+    assert source.read_text() == json.dumps(LINES[0]) + "\n"
+    assert "is no file" in run(bundle, source, Path("/dev/null"))[1]
