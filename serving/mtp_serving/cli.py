@@ -71,15 +71,11 @@ def serve(
 ) -> None:
     """Serve a bundle to clients of the OpenAI API, several requests at once. SIGTERM drains; a second one stops."""
     require_libraries()
-    if timeout is not None and not math.isfinite(timeout):
-        raise RequestError(f"--timeout is {timeout}, expected a finite number of seconds.")
+    _require_sense(timeout, {"--api-key": api_key, "--served-name": served_name})
     from mtp_serving.openai.options import ServeOptions
     from mtp_serving.openai.server import Server, open_socket
     from mtp_serving.openai.service import Service
 
-    for option, value in (("--api-key", api_key), ("--served-name", served_name)):
-        if value == "":
-            raise RequestError(f"{option} is empty; give a text, or leave it out (MTP_API_KEY too).")
     directory = find_bundle(bundle)
     name = served_name or directory.resolve().name
     options = ServeOptions(
@@ -104,6 +100,15 @@ def serve(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         said = f"serving {name} at {address}, {service.scheduler.slots} answers at once"
         asyncio.run(Server(service).run(listening, ready=lambda: print(said, flush=True)))
+
+
+def _require_sense(timeout: float | None, texts: dict[str, str | None]) -> None:
+    """Refuse what no request could be served with, or what serves all where only some were meant."""
+    if timeout is not None and not math.isfinite(timeout):
+        raise RequestError(f"--timeout is {timeout}, expected a finite number of seconds.")
+    for option, text in texts.items():
+        if text == "":
+            raise RequestError(f"{option} is empty; give a text, or leave it out (MTP_API_KEY too).")
 
 
 def require_libraries() -> None:

@@ -494,7 +494,7 @@ def test_a_fault_between_verify_and_commit_keeps_the_committed_state(
     wrapped = FailsOnce(sequences)
     wrapped.fault = fault
     drafter = forced(reference, PROMPT, 64, lambda cycle, k: cycle % (k + 1))
-    events = partial.run(PROMPT, wrapped, drafter, SchedulePolicy([4]), limit_only(TOKENS))
+    events = iter(partial.run(PROMPT, wrapped, drafter, SchedulePolicy([4]), limit_only(TOKENS)))
     ids: list[int] = []
     with pytest.raises(fault, match="injected"):
         take_into(ids, events)
