@@ -164,12 +164,21 @@ class AutoPolicy:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count the positions that the cycle has shown, and let the evidence of all of them age."""
+        self.forget()
+        self.learn(drafted, accepted)
+        self.conclude(accepted >= self._chosen)
+
+    def forget(self) -> None:
+        """Let the evidence of all positions age by a cycle."""
         if self._positions:
             # What is forgotten of the first position is what to expect of it.
             first = self._positions[0].estimate(self._expected)
             self._expected = first + self._tuning.memory * (self._expected - first)
         for position in self._positions:
             position.age()
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count the positions that a draft has shown."""
         if not drafted:
             return
         self._owed = 0.0
@@ -177,8 +186,11 @@ class AutoPolicy:
         for index, expected in enumerate([self._expected, *self._estimates()][: min(accepted + 1, self._chosen)]):
             after = self._positions[index].add(index < accepted, expected)
             self._expected = self._expected if index else after
+
+    def conclude(self, succeeded: bool) -> None:
+        """Learn whether what was chosen last was all kept, if it was an attempt."""
         if self._attempt:
-            self._eager = accepted >= self._chosen
+            self._eager = succeeded
             self._failures = 0 if self._eager else self._failures + 1
 
     def _estimates(self, hope: float = 0.0) -> list[float]:

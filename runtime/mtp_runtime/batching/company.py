@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mtp_runtime.auto import Auto
 from mtp_runtime.loop import Generation
-from mtp_runtime.policy import DraftPolicy
+from mtp_runtime.policy import AutoPolicy, DraftPolicy
 from mtp_runtime.prepare import Prepared
 from mtp_runtime.request import AUTO
 
@@ -15,13 +15,14 @@ from mtp_runtime.request import AUTO
 class SharedPolicy:
     """One policy for all answers: each choice holds until every one of them has shown what it brought.
 
-    What one answer shows is learnt for all, so that nothing is tried by each of them again.
+    What one answer shows is learnt for all, so that nothing is tried by each of them again; evidence ages by rounds.
     """
 
-    def __init__(self, inner: DraftPolicy, company: Callable[[], int]) -> None:
+    def __init__(self, inner: AutoPolicy, company: Callable[[], int]) -> None:
         """`company` says how many answers run together."""
         self._inner, self._company = inner, company
         self._chosen, self._left = 0, 0
+        self._kept: list[bool] = []
 
     def choose(self, number: int) -> int:
         """The K of all, chosen anew when all have observed."""
@@ -32,7 +33,14 @@ class SharedPolicy:
     def observe(self, drafted: int, accepted: int) -> None:
         """Learn what became of one answer's cycle."""
         self._left -= 1
-        self._inner.observe(drafted, accepted)
+        self._inner.learn(drafted, accepted)
+        if drafted:
+            self._kept.append(accepted >= self._chosen)
+        if self._left == 0:
+            # A chosen draft that nobody made says nothing for it.
+            self._inner.conclude(2 * sum(self._kept) > len(self._kept))
+            self._inner.forget()
+            self._kept.clear()
 
 
 class CompanyPolicy:

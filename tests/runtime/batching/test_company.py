@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,23 +11,30 @@ from mtp_engines.costs import CycleCosts
 from mtp_runtime import Model, auto
 from mtp_runtime.batching.company import CompanyPolicy, SharedPolicy
 from mtp_runtime.batching.watch import Busy, Watch
-from mtp_runtime.policy import FixedPolicy
+from mtp_runtime.policy import AutoPolicy, FixedPolicy
 from tests.runtime.batching.parts import drive, request, scheduler
 
 
-class Inner:
+class Inner(AutoPolicy):
     """Counts what it is asked and told."""
 
     def __init__(self) -> None:
-        self.choices = 0
+        self.choices = self.aged = 0
         self.seen: list[int] = []
+        self.ends: list[bool] = []
 
     def choose(self, number: int) -> int:
         self.choices += 1
         return self.choices
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def learn(self, drafted: int, accepted: int) -> None:
         self.seen.append(drafted)
+
+    def forget(self) -> None:
+        self.aged += 1
+
+    def conclude(self, succeeded: bool) -> None:
+        self.ends.append(succeeded)
 
 
 def test_a_choice_holds_until_all_have_shown_what_it_brought() -> None:
@@ -37,6 +45,29 @@ def test_a_choice_holds_until_all_have_shown_what_it_brought() -> None:
         for _ in range(3):
             shared.observe(cycle, 0)
     assert (inner.choices, inner.seen) == (3, [1, 1, 1, 2, 2, 2, 3, 3, 3])
+    assert (inner.aged, inner.ends) == (3, [False] * 3), "a round is a cycle"
+
+
+def test_evidence_in_company_lasts_as_many_rounds_as_alone() -> None:
+    """Where plain decoding is best though most drafts are kept, few rounds are spent on looking again."""
+    costs = CycleCosts((0.53, 0.66, 0.74), (0.29, 0.38), 0.0, 0.46)
+    generator = random.Random(1)
+    spent = {}
+    for fault in (False, True):
+        inner = AutoPolicy(costs)
+        shared = SharedPolicy(inner, lambda: 4)
+        drafting = 0
+        for _ in range(400):
+            width = shared.choose(0)
+            drafting += width > 0
+            for _ in range(4):
+                kept = next((place for place in range(width) if generator.random() > 0.72), width)
+                shared.observe(width, kept)
+                if fault:
+                    inner.forget()
+        spent[fault] = drafting
+    assert spent[False] < 60
+    assert spent[True] > 1.5 * spent[False], "control: evidence that ages with every answer"
 
 
 def test_alone_an_answer_goes_by_its_own_policy() -> None:
