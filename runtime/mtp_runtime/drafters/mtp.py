@@ -30,27 +30,30 @@ class MtpDrafter:
         """
         self.source, self._drafting = kind, drafting
         self._sequences, self._block = sequences, block
-        self._tokens: Ids = np.zeros(0, np.int64)
-        self._hidden: Floats = np.zeros((0, 0), np.float32)
+        # Put together when the head takes them: a cycle without a draft only adds its rows.
+        self._waiting: list[tuple[Ids, Floats]] = []
+        self._count = 0
 
     def observe(self, tokens: Ids, hidden: Floats) -> None:
         """Keep rows that the head has not seen yet."""
-        self._tokens = np.concatenate([self._tokens, tokens])
-        # How wide a row is depends on what the head was trained on, so the first rows say it.
-        self._hidden = np.concatenate([self._hidden, hidden]) if len(self._hidden) else hidden.copy()
-        while len(self._tokens) > self._block:
+        self._waiting.append((tokens.copy(), hidden.copy()))
+        self._count += len(tokens)
+        while self._count > self._block:
             self._consume(self._block, 0)
 
     def propose(self, draft_tokens: int) -> list[int]:
         """Let the head catch up and draft."""
-        return self._consume(len(self._tokens), draft_tokens) if draft_tokens else []
+        return self._consume(self._count, draft_tokens) if draft_tokens and self._count else []
 
     def _consume(self, rows: int, draft_tokens: int) -> list[int]:
-        tokens, hidden = self._tokens[None, :rows], self._hidden[None, :rows]
+        if len(self._waiting) > 1:
+            tokens, hidden = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+            self._waiting = [(tokens, hidden)]
+        tokens, hidden = self._waiting[0]
         draft = self._sequences.draft
         if draft_tokens and self._drafting is not None:
             draft = partial(draft, choose=self._drafting())
-        ids = draft(tokens, hidden, np.array([rows]), draft_tokens)
-        self._tokens, self._hidden = self._tokens[rows:], self._hidden[rows:]
+        ids = draft(tokens[None, :rows], hidden[None, :rows], np.array([rows]), draft_tokens)
+        self._waiting, self._count = [(tokens[rows:], hidden[rows:])] if rows < len(tokens) else [], len(tokens) - rows
         drafted: list[int] = ids[0].tolist()
         return drafted
