@@ -40,7 +40,7 @@ def test_a_long_backlog_is_consumed_in_blocks_with_the_same_drafts(model: Model,
         for start in range(0, 59, 20):
             end = min(start + 20, 59)
             drafter.observe(ids[start + 1 : end + 1], hidden[start:end])
-            assert len(drafter._tokens) <= size, "no more waits than a block"
+            assert drafter._count <= size, "no more waits than a block"
         drafts.append(drafter.propose(4))
     assert len(drafts[0]) == 4
     assert drafts[0] == drafts[1]
