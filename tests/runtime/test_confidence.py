@@ -78,7 +78,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[str, Proposals]:
 
         monkeypatch.setattr(kind, "propose", propose)
 
-    hear(MtpDrafter, "head", lambda drafter: int(drafter._tokens[-1]))
+    hear(MtpDrafter, "head", lambda drafter: int(drafter._waiting[-1][0][-1]))
     hear(DraftModelDrafter, "draft model", lambda drafter: int(drafter._text[-1]))
     hear(NgramDrafter, "lookup", lambda drafter: -1)
     return heard
