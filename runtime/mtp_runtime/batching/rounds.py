@@ -31,7 +31,7 @@ class Rounds:
 
         `prefill_budget` is the most rows of prompts a round, but for one chunk, which always may run.
         """
-        self._slots, self._limits, self._budget = slots, limits, prefill_budget
+        self._slots, self._budget = slots, prefill_budget
         self._narrow = limits.max_draft_tokens + 1
         self.tasks: list[Task] = []
         self.widths: list[int] = []
