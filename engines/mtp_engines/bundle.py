@@ -232,7 +232,14 @@ def _read_manifest(path: Path) -> Manifest:
         manifest: Manifest = MANIFEST.validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        if first["type"] == "json_invalid":
+            raise BundleError(
+                f"{path} is not valid JSON ({first['ctx']['error']}), as if it was cut off; copy the bundle again, or "
+                "build it again."
+            ) from error
+        if not first["loc"]:
+            raise BundleError(f"{path} holds no JSON object, so it is no manifest; build the bundle again.") from error
+        where = ".".join(str(part) for part in first["loc"])
         raise BundleError(
             f"{path} cannot be read: {where}: {first['msg']}. It was written by another version or is damaged; build "
             "the bundle again."

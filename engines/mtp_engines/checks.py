@@ -7,7 +7,7 @@ import numpy as np
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.engine import Floats, Ids
-from mtp_engines.errors import ContractError
+from mtp_engines.errors import ContractError, RequestError
 
 
 def check_rows(tokens: Ids, lengths: Ids, spec: ModelSpec, limits: Limits) -> None:
@@ -57,6 +57,19 @@ def check_draft(
     _check_vocabulary(tokens, spec)
     if not 0 <= draft_tokens <= limits.max_draft_tokens:
         raise ContractError(f"draft got draft_tokens = {draft_tokens}, expected 0..{limits.max_draft_tokens}.")
+
+
+def refuse_cache_rows(cache_rows: int | None) -> None:
+    """For backends whose sequences each have a cache of their own.
+
+    Raises:
+        RequestError: a number of rows for all of them was given.
+    """
+    if cache_rows is not None:
+        raise RequestError(
+            f"cache_rows is {cache_rows}, but on this backend every answer has a cache of its own; leave it out, or "
+            "run the bundle with --backend torch or tensorrt."
+        )
 
 
 def check_choose(spec: ModelSpec) -> None:

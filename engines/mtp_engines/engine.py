@@ -147,6 +147,27 @@ class SlotSequences(Sequences, Protocol):
         """Make one sequence the same as another, whose rows before `since` are the same already; heads are left out."""
 
 
+@runtime_checkable
+class PooledSequences(SlotSequences, Protocol):
+    """Slots whose caches may share their rows: each holds what it needs, and gives it back when its text is over.
+
+    Rows of a verify that are to be kept need room that was held before; the others, as of slots between two that count,
+    need none.
+    """
+
+    pool_rows: int
+    """The most rows that one sequence can hold while the others hold none."""
+
+    def hold(self, sequence: int, rows: int) -> bool:
+        """Have room for the first `rows` rows of a sequence until it is released; False changes nothing.
+
+        A reset keeps what is held.
+        """
+
+    def release(self, sequence: int) -> None:
+        """Reset one sequence and give back its room."""
+
+
 @dataclass(frozen=True)
 class Cycle:
     """Result of a whole cycle of a batch, one list for each sequence.
@@ -198,9 +219,13 @@ class Engine(Protocol):
     runs_on: str
     """`cpu`, or the compute capability of a CUDA device as in `sm_90`."""
 
-    def sequences(self, batch: int = 1) -> Sequences:
+    def sequences(self, batch: int = 1, cache_rows: int | None = None) -> Sequences:
         """Fresh state for `batch` sequences.
 
+        Args:
+            cache_rows: rows of the caches that they share as `PooledSequences`; None has room for the whole context of
+                each.
+
         Raises:
-            RequestError: batch is larger than the bundle was built for.
+            RequestError: batch is larger than the bundle was built for; or the backend's sequences share nothing.
         """

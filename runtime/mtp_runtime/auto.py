@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from mtp_engines.backends.options import EngineOptions
@@ -45,7 +44,7 @@ class Auto:
         *,
         whole: bool = False,
         measured: bool = True,
-        company: Callable[[], int] | None = None,
+        together: Callable[[], CycleCosts] | None = None,
     ) -> AutoPolicy:
         """A policy for one generation.
 
@@ -53,13 +52,12 @@ class Auto:
             drafter: its name; a lookup before it is taken to cost what the drafter behind it does.
             whole: the backend's own cycles run.
             measured: expect the acceptance that the build measured, where it did.
-            company: how many answers run together now, this one too; None: it is alone.
+            together: see `AutoPolicy`.
         """
         base = base_of(drafter)
         waiting = 0 if whole else min(prompt_tokens, self._target.engine.limits.prefill_chunk)
         own = base not in ("ngram", "draft-model")
         prior = expected_acceptance(self._target.bundle.manifest) if own and measured else None
-        together = None if company is None else partial(self._together, drafter, company)
         return AutoPolicy(self.costs(drafter, whole=whole), waiting, prior, together=together)
 
     def measure(self, answers: int) -> None:
@@ -76,10 +74,9 @@ class Auto:
             return with_draft_model(target, self._costs(of_draft=True, whole=False))
         return target
 
-    def _together(self, drafter: str, company: Callable[[], int]) -> CycleCosts:
+    def known(self, drafter: str, answers: int) -> CycleCosts:
         """Costs of the largest company that was measured and is not larger than this one; nothing is measured here."""
-        now = company()
-        known = [size for size in _sizes(now) if (False, False, size) in self._found and size <= now]
+        known = [size for size in _sizes(answers) if (False, False, size) in self._found]
         return self.costs(drafter, answers=max(known, default=1))
 
     def _costs(self, *, of_draft: bool, whole: bool, answers: int = 1) -> CycleCosts:

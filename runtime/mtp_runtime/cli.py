@@ -230,7 +230,8 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise click.UsageError(f"--prompt-ids takes whole numbers with commas, found {text!r}.") from error
+        shown = text if len(text) <= 80 else text[:80] + "…"
+        raise click.UsageError(f"--prompt-ids takes whole numbers with commas, found {shown!r}.") from error
 
 
 def _require_no_scores(requests: Iterable[Request]) -> None:

@@ -70,7 +70,7 @@ class Generation:
         self.emitted: list[int] = []
         self._scores: list[TokenLogprobs] = []
         self.cached = 0
-        """Tokens of the prompt whose state was taken from an earlier request."""
+        """Tokens of the prompt whose state was taken from another answer, of an earlier request as a rule."""
         self.stops_short = 0
         """A last chunk of more rows than this leaves one token for a run of its own; 0: none does.
 

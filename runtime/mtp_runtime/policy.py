@@ -127,12 +127,13 @@ class AutoPolicy:
             costs: of the engine and the drafter.
             waiting_rows: rows of the prompt, which the drafter has not seen yet.
             prior: acceptance that is expected of every position; None takes a mild one.
-            together: asked in every cycle for the costs that hold in the company of other answers; None: it is alone.
+            together: asked at every choice for the costs that hold in the company of other answers; None: it is alone.
         """
         self._together = together
         self._tuning = tuning = tuning or Tuning()
         self._expected = tuning.prior if prior is None else prior
-        self._costs, self._owed = costs, max(waiting_rows - TYPICAL_ROWS, 0) * costs.catch_up
+        self._costs = costs
+        self.owe(waiting_rows)
         self._positions = [Acceptance(tuning) for _ in costs.draft]
         self._chosen, self._attempt = 0, False
         self._saved, self._failures, self._eager = 0.0, 0, False
@@ -161,6 +162,18 @@ class AutoPolicy:
             if self._attempt:
                 self._chosen, self._saved = wanted, 0.0
         return self._chosen
+
+    def pause(self) -> None:
+        """A cycle goes by without a draft and without a choice; what may be lost on looking is saved up all the same.
+
+        Such a cycle emits one token.
+        """
+        self._chosen, self._attempt = 0, False
+        self._saved += self._allowance()
+
+    def owe(self, waiting_rows: float) -> None:
+        """Rows that the drafter has not seen yet, of prompts, whatever it was before."""
+        self._owed = max(waiting_rows - TYPICAL_ROWS, 0) * self._costs.catch_up
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count the positions that the cycle has shown, and let the evidence of all of them age."""

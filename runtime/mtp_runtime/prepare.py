@@ -16,6 +16,8 @@ from mtp_runtime.sampling.options import SamplingOptions
 from mtp_runtime.trees.options import choose_branches
 from mtp_runtime.verification import VerifyMode
 
+MOST_STOPS, LONGEST_STOP = 64, 1000
+"""Stop texts of a request, and characters of one."""
 _OPTIONS = tuple(field.name for field in fields(SamplingOptions) if field.name not in ("logit_bias", "bad_words"))
 """Options that a request has under the same name and in the same form."""
 
@@ -67,8 +69,7 @@ def check(
     vocab_size = manifest.model.vocab_size
     if request.max_new_tokens < 0:
         raise RequestError(f"max_new_tokens is {request.max_new_tokens}, expected at least 0.")
-    if any(not stop for stop in request.stops):
-        raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
+    _require_stops(request.stops)
     room = _room(prompt, manifest)
     drafter = choose_drafter(request.drafter, manifest.model, has_draft_model)
     ngram = choose_ngram(request.ngram_min, request.ngram_max, drafter)
@@ -118,6 +119,16 @@ def decoding_of(request: Request, bad_words: Sequence[Sequence[int]], vocab_size
         if count is not None and not 0 <= count <= vocab_size:
             raise RequestError(f"{name} is {count}, expected 0 to {vocab_size}, the size of the vocabulary.")
     return Decoding(options, rule, request.n, request.logprobs, request.prompt_logprobs)
+
+
+def _require_stops(stops: Sequence[str]) -> None:
+    """Every token of an answer is looked at for each of them, in the thread that all answers share."""
+    if len(stops) > MOST_STOPS:
+        raise RequestError(f"stop has {len(stops)} texts, expected at most {MOST_STOPS}; leave some out.")
+    if any(not stop for stop in stops):
+        raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
+    if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
+        raise RequestError(f"stop has a text of {longest} characters, expected at most {LONGEST_STOP}; shorten it.")
 
 
 def _room(prompt: list[int], manifest: Manifest) -> int:

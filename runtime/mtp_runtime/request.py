@@ -199,6 +199,8 @@ def ids_from(values: Any) -> list[int]:
     Raises:
         RequestError: anything but whole numbers in one dimension.
     """
+    if isinstance(values, list | tuple) and all(type(value) is int for value in values):
+        return list(values)  # Of any size, where NumPy would make objects or floats of large ones.
     try:
         array = np.asarray(values)
     except ValueError as error:  # Lists of different lengths.

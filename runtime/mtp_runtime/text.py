@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -15,7 +16,9 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._tokenizer, self._stops = tokenizer, sorted(set(stops))
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._first_characters = frozenset(stop[:1] for stop in self._stops)
         self._skips = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
@@ -60,8 +63,7 @@ class TextStream:
         return text
 
     def _cut_at_stop(self, searched: int) -> None:
-        longest = max((len(stop) for stop in self._stops), default=0)
-        start = max(searched - longest + 1, 0)
+        start = max(searched - self._longest + 1, 0)
         found = [at for stop in self._stops if (at := self.decoded.find(stop, start)) >= 0]
         if found:
             self.decoded = self.decoded[: min(found)]
@@ -69,8 +71,13 @@ class TextStream:
 
     def _held(self) -> int:
         """Length of the longest end of the text that could be the beginning of a stop text."""
-        longest = max((len(stop) for stop in self._stops), default=0)
-        for length in range(min(longest - 1, len(self.decoded)), 0, -1):
-            if any(stop.startswith(self.decoded[-length:]) for stop in self._stops):
-                return length
+        tail = self.decoded[max(len(self.decoded) - self._longest + 1, 0) :] if self._longest > 1 else ""
+        for start, character in enumerate(tail):
+            if character not in self._first_characters:
+                continue
+            # Among sorted texts, those that begin with this one are the first ones that are not below it.
+            end = tail[start:]
+            place = bisect_left(self._stops, end)
+            if place < len(self._stops) and self._stops[place].startswith(end):
+                return len(end)
         return 0

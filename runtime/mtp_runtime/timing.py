@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,12 +155,21 @@ class TimedAcceptor:
             return self._inner.emit(block, verified)
 
 
-@contextmanager
-def timed(seconds: Seconds, part: str, clock: Clock) -> Iterator[None]:
-    """Add the time of the block to one part, however the block ends, less what it added to other parts itself."""
-    start, before = clock(), seconds.total
-    try:
-        yield
-    finally:
-        inside = seconds.total - before
-        setattr(seconds, part, getattr(seconds, part) + clock() - start - inside)
+class timed:  # noqa: N801 - it is used as a verb
+    """Adds the time of a block to one part, however the block ends, less what it added to other parts itself.
+
+    It stands around every call of a cycle, where a context manager made of a generator took three times as long.
+    """
+
+    __slots__ = ("_before", "_clock", "_part", "_seconds", "_start")
+
+    def __init__(self, seconds: Seconds, part: str, clock: Clock) -> None:
+        self._seconds, self._part, self._clock = seconds, part, clock
+
+    def __enter__(self) -> None:
+        self._before, self._start = self._seconds.total, self._clock()
+
+    def __exit__(self, *error: object) -> None:
+        seconds, part = self._seconds, self._part
+        spent = self._clock() - self._start - (seconds.total - self._before)
+        setattr(seconds, part, getattr(seconds, part) + spent)

@@ -36,6 +36,7 @@ _LIBRARIES = ("fastapi", "prometheus_client", "uvicorn")
     show_default=True,
     help="Memory for states of earlier texts; 0 keeps none.",
 )
+@click.option("--cache-rows", type=click.IntRange(min=1), help="Of all answers together.  [default: every context]")
 @click.option("--draft-tokens", type=DraftTokensParameter(), help="Where a request does not say.  [default: 3]")
 @click.option("--draft-model", type=click.Path(path_type=Path), help="Bundle of a smaller model that drafts.")
 @click.option("--max-new-tokens-limit", type=click.IntRange(min=1), help="Most tokens that a request may ask for.")
@@ -45,6 +46,13 @@ _LIBRARIES = ("fastapi", "prometheus_client", "uvicorn")
     default=8 << 20,
     show_default=True,
     help="Largest body of a request.",
+)
+@click.option(
+    "--body-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60,
+    show_default=True,
+    help="Seconds in which a body has to come.",
 )
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds after which an answer is given up."
@@ -60,10 +68,12 @@ def serve(
     slots: int | None,
     max_queue: int,
     prefix_cache_bytes: int,
+    cache_rows: int | None,
     draft_tokens: DraftTokens | None,
     draft_model: Path | None,
     max_new_tokens_limit: int | None,
     max_body_bytes: int,
+    body_timeout: float,
     timeout: float | None,
     api_key: str | None,
     quiet: bool,
@@ -71,21 +81,16 @@ def serve(
 ) -> None:
     """Serve a bundle to clients of the OpenAI API, several requests at once. SIGTERM drains; a second one stops."""
     require_libraries()
-    _require_sense(timeout, {"--api-key": api_key, "--served-name": served_name})
+    _require_sense(timeout, body_timeout, {"--api-key": api_key, "--served-name": served_name})
     from mtp_serving.openai.options import ServeOptions
     from mtp_serving.openai.server import Server, open_socket
     from mtp_serving.openai.service import Service
 
     directory = find_bundle(bundle)
     name = served_name or directory.resolve().name
+    most = 2 * (max_queue + 64)
     options = ServeOptions(
-        name,
-        api_key,
-        max_body_bytes,
-        max_new_tokens_limit,
-        timeout,
-        draft_tokens,
-        max_open=2 * (max_queue + 64),
+        name, api_key, max_body_bytes, max_new_tokens_limit, timeout, draft_tokens, body_timeout, max_open=most
     )
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("mtp_serving.access").setLevel(logging.WARNING if quiet else logging.INFO)
@@ -93,8 +98,8 @@ def serve(
         # What a request gets that names nothing has to be possible.
         usual = request_from({"prompt_ids": [0], "draft_tokens": draft_tokens}, "the command line")
         model = open_model(directory, engine, [usual], draft_model)
-        service = Service(model, options, BatchOptions(slots, max_queue, prefix_bytes=prefix_cache_bytes))
-        if draft_tokens == AUTO and service.scheduler.batched:
+        service = Service(model, options, BatchOptions(slots, max_queue, None, prefix_cache_bytes, cache_rows))
+        if draft_tokens == AUTO:
             print("reading or measuring what cycles of several answers cost", file=sys.stderr, flush=True)
             model.auto.measure(service.scheduler.slots)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
@@ -102,10 +107,11 @@ def serve(
         asyncio.run(Server(service).run(listening, ready=lambda: print(said, flush=True)))
 
 
-def _require_sense(timeout: float | None, texts: dict[str, str | None]) -> None:
+def _require_sense(timeout: float | None, body_timeout: float, texts: dict[str, str | None]) -> None:
     """Refuse what no request could be served with, or what serves all where only some were meant."""
-    if timeout is not None and not math.isfinite(timeout):
-        raise RequestError(f"--timeout is {timeout}, expected a finite number of seconds.")
+    for option, seconds in (("--timeout", timeout), ("--body-timeout", body_timeout)):
+        if seconds is not None and not math.isfinite(seconds):
+            raise RequestError(f"{option} is {seconds}, expected a finite number of seconds.")
     for option, text in texts.items():
         if text == "":
             raise RequestError(f"{option} is empty; give a text, or leave it out (MTP_API_KEY too).")

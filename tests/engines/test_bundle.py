@@ -60,7 +60,7 @@ def test_a_damaged_file_is_refused_by_name(good: Path, tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda m: m.update(schema_version=99), "schema version 99, this release reads 3"),
+        (lambda m: m.update(schema_version=99), "schema version 99, this release reads 4"),
         (lambda m: m.update(surprise=1), "surprise"),
         (lambda m: m.pop("limits"), "limits"),
         (lambda m: m["versions"].update(onnxruntime="99.1.0"), "built with ONNX Runtime 99.1.0"),
@@ -77,6 +77,28 @@ def test_a_manifest_from_elsewhere_is_refused(
     edit(copy / MANIFEST_FILE, change)
     with pytest.raises(BundleError, match=expected):
         load(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            lambda whole: whole[: len(whole) // 2],
+            "manifest.json is not valid JSON .EOF while parsing .*, as if it was cut",
+        ),
+        (lambda whole: b"", "manifest.json is not valid JSON .EOF while parsing .*copy the bundle again"),
+        (lambda whole: b"\xff\xfe", "manifest.json is not valid JSON"),
+        (lambda whole: b"[]", "manifest.json holds no JSON object, so it is no manifest; build the bundle again"),
+    ],
+)
+def test_half_a_manifest_is_refused_in_a_sentence(
+    good: Path, tmp_path: Path, content: Callable[[bytes], bytes], expected: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(good, copy)
+    (copy / MANIFEST_FILE).write_bytes(content((copy / MANIFEST_FILE).read_bytes()))
+    with pytest.raises(BundleError, match=expected):
+        open_bundle(copy)
 
 
 def test_large_files_are_sampled_when_opened_and_read_whole_when_verified(

@@ -17,9 +17,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from mtp_engines.backends.gpu.caches import DenseCaches
 from mtp_engines.backends.gpu.device import Device, Setup
 from mtp_engines.backends.gpu.executor import Enqueue, Executor, Tensors
-from mtp_engines.backends.gpu.state import DeltaStates, DenseCaches
+from mtp_engines.backends.gpu.state import DeltaStates
 from mtp_engines.backends.gpu.widths import Widths
 from mtp_engines.backends.onnxruntime_cpu.engine import CpuEngine
 from mtp_engines.backends.onnxruntime_cpu.sessions import PROVIDERS, load_graph
@@ -30,7 +31,7 @@ from mtp_engines.backends.options import EngineOptions
 from mtp_engines.backends.torch.engine import TorchExecutor
 from mtp_engines.bundle import Bundle, open_bundle
 from mtp_engines.contracts import names
-from mtp_engines.errors import BundleError, ContractError
+from mtp_engines.errors import BundleError, ContractError, RequestError
 from mtp_engines.lowering.heads import without_head
 from mtp_engines.lowering.onnxruntime_cuda import lower_onnxruntime_cuda
 from mtp_engines.lowering.paged import lower_paged
@@ -117,6 +118,41 @@ def by_host(engine: OrtCudaEngine, prompt: np.ndarray, k: int) -> tuple[list[int
         following, hidden = verified.ids[:, : kept + 1], verified.hidden[:, : kept + 1]
         tokens += following[0].tolist()
     return tokens[:TOKENS], accepted
+
+
+def test_windows_over_dense_caches_say_what_each_says_alone(
+    bundle: Bundle, cpu: CpuEngine, prompts: list[np.ndarray]
+) -> None:
+    """Begun at different times, run together and apart, saved and restored in another's place."""
+    engine = open_here(bundle, grouped=False)
+    slots, count = engine.sequences(2), 24
+    wanted = [plain(cpu, prompt, count) for prompt in prompts[:2]]
+    assert wanted[0] != wanted[1], "control: prompts that say the same cannot be told apart"
+    tokens: list[list[int]] = [[], []]
+
+    def step(start: int, rows: np.ndarray) -> None:
+        window = slots.window(start, len(rows))
+        ids = window.verify(rows, 1).ids
+        window.commit(np.full(len(rows), rows.shape[1]))
+        for slot, chosen in enumerate(ids[:, 0].tolist(), start):
+            tokens[slot].append(chosen)
+
+    step(1, prompts[1])
+    step(1, np.array([[tokens[1][-1]]]))
+    step(0, prompts[0])
+    while len(tokens[1]) < count / 2:
+        step(0, np.array([[tokens[0][-1]], [tokens[1][-1]]]))
+        step(0, np.array([[tokens[0][-1]]]))
+    assert tokens == [row[: len(said)] for row, said in zip(wanted, tokens, strict=True)]
+    length = int(slots.lengths[0])
+    saved = slots.save(0)
+    slots.restore(1, [saved])
+    tokens[1] = tokens[0].copy()
+    step(0, np.array([[tokens[0][-1]]] * 2))
+    assert tokens[0] == tokens[1] == plain(cpu, prompts[0], len(tokens[0]))
+    assert slots.lengths.tolist() == [length + 1] * 2
+    with refused("cache_rows is 64", "a cache of its own", error=RequestError):
+        engine.sequences(2, 64)
 
 
 @pytest.mark.parametrize("k", range(5))
@@ -282,7 +318,7 @@ def test_a_call_does_what_the_deferred_operators_say(
     manifest = bundle.manifest
     results = []
     for executor in executors(bundle, grouped=False):
-        device = Device(Setup(executor, manifest.model, manifest.limits, Widths((5,), (9,))), 2)
+        device = Device.empty(Setup(executor, manifest.model, manifest.limits, Widths((5,), (9,))), 2)
         generator = torch.Generator().manual_seed(0)
         for name, state in device.delta.states.items():
             state.copy_(torch.randn(state.shape, generator=generator).mul_(0.3 if "recurrent" in name else 1.0))
@@ -358,7 +394,7 @@ def test_a_layer_without_a_form_is_refused_by_name(operator: str) -> None:
 
 def test_dense_caches_refuse_rows_beyond_their_room(bundle: Bundle) -> None:
     limits = bundle.manifest.limits
-    caches = DenseCaches({}, limits, 2, CPU, torch.float32)
+    caches = DenseCaches.empty({}, limits, 2, CPU, torch.float32)
     room = limits.capacity + limits.prefill_chunk
     caches.reserve(np.array([room, 1]))
     with refused(f"Sequence 1 needs {room + 1} rows", "--max-model-len", error=ContractError):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from mtp_engines.backends import open_engine
-from mtp_engines.backends.gpu import accepting, pages, state
+from mtp_engines.backends.gpu import accepting, caches, pages
 from mtp_engines.backends.options import EngineOptions
 from mtp_engines.backends.torch import engine as torch_engine
 from mtp_engines.backends.torch import kernels
@@ -80,7 +80,7 @@ def _said(opened: Opened, table: dict[str, kernels.Operator], skinny: bool, toke
     """All of the prompt and TOKENS; of fewer tokens, behind one chunk of it."""
     for module in (torch_engine, accepting):
         module.kernels_for = lambda device: table  # type: ignore[attr-defined]
-    for module in (pages, state):
+    for module in (pages, caches):
         module.PAGE_SIZE = 16
     engine = opened.torch(skinny=skinny, max_model_len=24, max_draft_tokens=2, prefill_chunk=4)
     sequences = engine.sequences()

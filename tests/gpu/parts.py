@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_engines.backends.gpu import pages, state
+from mtp_engines.backends.gpu import caches, pages
 from mtp_engines.backends.gpu.sequences import DeviceSequences
 from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph
 from mtp_engines.backends.torch.engine import TorchEngine
@@ -182,5 +182,5 @@ def state_error(ours: Snapshots, theirs: Snapshots) -> float:
 
 def small_pages(patch: pytest.MonkeyPatch) -> None:
     """Pages of 4 rows in sequences that are opened from now on."""
-    for module in (pages, state):
+    for module in (pages, caches):
         patch.setattr(module, "PAGE_SIZE", 4)

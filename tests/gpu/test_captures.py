@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mtp_engines.backends import open_engine
-from mtp_engines.backends.gpu import accepting
+from mtp_engines.backends.gpu import accepting, capture
 from mtp_engines.backends.gpu.capture import Captures
 from mtp_engines.backends.gpu.cycle import Cycler
 from mtp_engines.backends.gpu.device import Device
@@ -71,9 +71,10 @@ def test_without_a_gpu_or_without_graphs_every_run_is_eager(device: str, enabled
     assert (len(calls), captures.count, captures.enabled) == (3, 0, False)
 
 
-def captured(engine: TorchEngine) -> DeviceSequences:
+def captured(engine: TorchEngine, batch: int = 1) -> DeviceSequences:
     """Sequences that capture their cycles although they are on a CPU."""
-    sequences = engine.sequences()
+    engine._idle.clear()
+    sequences = engine.sequences(batch)
     sequences._device.captures = Captures(CUDA, enabled=True)
     return sequences
 
@@ -93,7 +94,8 @@ def test_replayed_cycles_say_what_eager_ones_say(
     assert parts.state_error(replayed.states, eager.states) == 0
     graphs: dict[Any, EmulatedGraph] = sequences._device.captures._graphs  # type: ignore[assignment]
     assert sum(graph.replays for graph in graphs.values()) > len(graphs) > 3, "hardly anything was replayed"
-    assert {key[-2:] for key in graphs} <= {(k, newest) for k in (0, 1, 3) for newest in (0, 1)}
+    cycles = {key[-2:] for key in graphs if key[0] != "verify"}
+    assert cycles <= {(k, newest) for k in (0, 1, 3) for newest in (0, 1)}
 
 
 def test_graphs_outlive_a_reset(partial: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +143,58 @@ def test_control_a_graph_of_something_else_changes_tokens(
     assert by_cycles(engine, PROMPT, 16, 2, sequences=captured(engine)).ids != eager.ids
 
 
+def windows(sequences: DeviceSequences) -> tuple[list[list[list[int]]], parts.Snapshots]:
+    """Verifies of windows in a random order, of which some rows are kept: their ids, and the states at the end."""
+    rng, ids = np.random.default_rng(4), []
+    for slot, prompt in enumerate((PROMPT, [40, 2])):
+        sequences.window(slot, 1).verify(np.array([prompt]), 1)
+        sequences.window(slot, 1).commit(np.array([len(prompt)]))
+    for _ in range(24):
+        start = int(rng.integers(0, 2))
+        window = sequences.window(start, int(rng.integers(1, 3 - start)))
+        count = len(window.lengths)
+        ids.append(window.verify(rng.integers(0, 64, (count, 3)), 3).ids.tolist())
+        window.commit(rng.integers(0, 3, count))
+    return ids, {slot: sequences.snapshot(slot) for slot in (0, 1)}
+
+
+def test_replayed_windows_say_what_eager_ones_say(partial: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    engine = partial.torch()
+    eager, states = windows(engine.sequences(2))
+    sequences = captured(engine, 2)
+    ids, replayed = windows(sequences)
+    assert ids == eager
+    assert parts.state_error(replayed, states) == 0
+    graphs: dict[Any, EmulatedGraph] = sequences._device.captures._graphs  # type: ignore[assignment]
+    assert {key[1] for key in graphs} == {(0, 1), (1, 1), (0, 2)}
+    assert sum(graph.replays for graph in graphs.values()) > len(graphs)
+
+
+def test_control_a_graph_of_another_window_changes_the_ids(partial: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    engine = partial.torch()
+    eager, _ = windows(engine.sequences(2))
+    right = Captures.run
+
+    def wrong(self: Captures, key: Any, enqueue: Callable[[], None]) -> None:
+        right(self, (key[1][1], *key[2:]), enqueue)
+
+    monkeypatch.setattr(Captures, "run", wrong)
+    assert windows(engine.sequences(2))[0] == eager, "without graphs the fault is none"
+    assert windows(captured(engine, 2))[0] != eager
+
+
+def test_beyond_a_number_of_graphs_work_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(capture, "MOST_GRAPHS", 2)
+    captures, calls = Captures(CUDA, enabled=True), []
+    for _ in range(3):
+        for key in ("a", "b", "c"):
+            captures.run(key, lambda key=key: calls.append(key))  # type: ignore[misc]
+    assert (captures.count, calls.count("a"), calls.count("c")) == (2, 2, 3)
+
+
 class NoTransfers(TorchDispatchMode):
     """Fails on every operation that moves more than a number between the host and the device `meta`."""
 
@@ -165,7 +219,7 @@ def on_meta(opened: Opened, monkeypatch: pytest.MonkeyPatch, *, skinny: bool = F
     monkeypatch.setattr(Launch, "run", lambda self, kernel, inputs, outputs: None)
     for place in (engine_module, accepting):
         monkeypatch.setattr(place, "kernels_for", lambda device: kernels._KERNELS)
-    return Cycler(Device(opened.torch(skinny=skinny)._setup, 1))
+    return Cycler(Device.empty(opened.torch(skinny=skinny)._setup, 1))
 
 
 def cycles_without_values(cycler: Cycler) -> None:
@@ -182,6 +236,18 @@ def cycles_without_values(cycler: Cycler) -> None:
 @pytest.mark.parametrize("skinny", [False, True])
 def test_a_cycle_never_waits_for_its_device(partial: Opened, monkeypatch: pytest.MonkeyPatch, skinny: bool) -> None:
     cycles_without_values(on_meta(partial, monkeypatch, skinny=skinny))
+
+
+def test_a_verify_of_a_window_never_waits_either(partial: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that begins between two addresses that kernels take, so that parts are bound as copies."""
+    on_meta(partial, monkeypatch)
+    device = Device.empty(partial.torch()._setup, 2).window(1, 1)
+    run = device.target(device.widths.widest)
+    with torch.inference_mode():
+        for newest in (0, 1):
+            run.enqueue(newest)
+            with NoTransfers():
+                run.enqueue(newest)
 
 
 @pytest.mark.parametrize("family", DRAFTING)

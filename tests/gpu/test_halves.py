@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_engines.backends.gpu import pages, state
+from mtp_engines.backends.gpu import caches, pages
 from mtp_engines.backends.gpu.runs import TargetRun
 from mtp_engines.backends.torch.engine import TorchEngine
 from mtp_engines.lowering.precision import Precision
@@ -77,7 +77,7 @@ def _shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*sizes)
             generator.shuffle(self._free)
 
-    monkeypatch.setattr(state, "PagePool", Shuffled)
+    monkeypatch.setattr(caches, "PagePool", Shuffled)
 
 
 def test_pages_in_any_order_give_the_same_bits(half: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_pages_in_any_order_give_the_same_bits(half: TorchEngine, monkeypatch: p
     in_order = _two(half)
     _shuffled(monkeypatch)
     sequences, again = half.sequences(2), _two(half)
-    assert sequences._device.pages.pool._free != sorted(sequences._device.pages.pool._free, reverse=True)
+    assert (free := sequences._device.pages.table.pool._free) != sorted(free, reverse=True)
     assert again.keys() == in_order.keys()
     assert all(np.array_equal(again[name], value) for name, value in in_order.items())
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_engines.backends.gpu import state
+from mtp_engines.backends.gpu import caches
 from mtp_engines.backends.gpu.accepting import Accepted, Acceptor
+from mtp_engines.backends.gpu.caches import CachePages
 from mtp_engines.backends.gpu.cycle import Cycler
 from mtp_engines.backends.gpu.runs import TargetRun
 from mtp_engines.backends.gpu.sequences import DeviceSequences
-from mtp_engines.backends.gpu.state import CachePages, DeltaStates
+from mtp_engines.backends.gpu.state import DeltaStates
 from tests.gpu.parts import Opened, Said, by_cycles, by_host, plain, small_pages, state_error
 
 PROMPT = [5, 6, 20]
@@ -66,7 +67,7 @@ def _accepts(more: int) -> Callable[[Any], Any]:
 
 
 def _one_set(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeltaStates, "newest", property(lambda self: 0, lambda self, value: None), raising=False)
+    patch.setattr(DeltaStates, "swap", lambda self: None)
 
 
 def _prompt_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -92,28 +93,29 @@ def _first_pages_only(patch: pytest.MonkeyPatch) -> None:
     right = CachePages.reserve
 
     def wrong(self: CachePages, rows: np.ndarray) -> None:
-        first = self.table.clone() if (self.table >= 0).any() else None
+        table = self.table.tensor
+        first = table.clone() if (table >= 0).any() else None
         right(self, rows)
         if first is not None:
-            self.table.copy_(torch.where(first >= 0, first, 0))
+            table.copy_(torch.where(first >= 0, first, 0))
 
     patch.setattr(CachePages, "reserve", wrong)
 
 
 def _late_positions(patch: pytest.MonkeyPatch) -> None:
     """Rows behind the prompt are one position late."""
-    right = state._positions
+    right = caches._positions
 
     def wrong(lengths: torch.Tensor, rows: int, last: int) -> torch.Tensor:
         return right(lengths + (lengths > 0).to(lengths.dtype), rows, last)
 
-    patch.setattr(state, "_positions", wrong)
+    patch.setattr(caches, "_positions", wrong)
 
 
 def _all_positions_late(patch: pytest.MonkeyPatch) -> None:
     """Attention knows only differences of positions, so nothing but the cached keys can say this."""
-    right = state._positions
-    patch.setattr(state, "_positions", lambda lengths, rows, last: right(lengths + 1, rows, last))
+    right = caches._positions
+    patch.setattr(caches, "_positions", lambda lengths, rows, last: right(lengths + 1, rows, last))
 
 
 def _stale_lengths(patch: pytest.MonkeyPatch) -> None:
@@ -214,7 +216,7 @@ def test_control_a_commit_that_keeps_rejected_rows_is_seen(
     right = DeviceSequences.commit
 
     def wrong(self: DeviceSequences, rows: np.ndarray) -> None:
-        staged = self._staged or 0
+        _, _, staged = self._ledger.staged or (0, 0, 0)
         right(self, rows)
         if 1 < staged <= self._device.widths.widest:
             self._device.delta.accepted.fill_(staged)

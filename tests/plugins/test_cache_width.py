@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 
 from mtp_engines.backends.onnxruntime_cpu.buffers import Bound
-from mtp_engines.lowering import rules
+from mtp_engines.lowering import cached_attention
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 
@@ -73,7 +73,7 @@ def test_rows_do_not_depend_on_their_number_at_any_length(width: int, stored: in
 
 
 def test_control_without_the_padding_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "stored_width", lambda width: width)
+    monkeypatch.setattr(cached_attention, "stored_width", lambda width: width)
     monkeypatch.setattr("mtp_engines.lowering.onnxruntime_cpu.stored_width", lambda width: width)
     attention = Attention(576)
     assert attention.stored == 576

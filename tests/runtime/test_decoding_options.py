@@ -19,9 +19,11 @@ from tests.support import command_refused, refused, run_command
 
 PIECES = ("A", "bc", "dS", "TO", "P!", "ef", "gh")
 OUT_OF_RANGE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"temperature": -1.0}, ("temperature is -1.0", "0 or more", "0 decodes greedily")),
+    ({"temperature": -1.0}, ("temperature is -1.0", "0 to decode greedily, or 1e-30 to 1e+30")),
     ({"temperature": math.nan}, ("temperature is nan", "finite")),
     ({"temperature": math.inf}, ("temperature is inf", "finite")),
+    ({"temperature": 1e-320}, ("temperature is 1e-320", "1e-30 to 1e+30")),
+    ({"temperature": 10**400}, ("temperature",)),
     ({"temperature": "1"}, ("temperature", "'1'")),
     ({"top_k": 0}, ("top_k is 0", "leave it out")),
     ({"top_k": 1.5}, ("top_k", "1.5")),
@@ -30,10 +32,12 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"min_p": -0.1}, ("min_p is -0.1",)),
     ({"repetition_penalty": 0.0}, ("repetition_penalty is 0.0", "1 changes nothing")),
     ({"frequency_penalty": math.inf}, ("frequency_penalty is inf",)),
+    ({"frequency_penalty": -1e308}, ("frequency_penalty is -1e+308", "-1e+30 to 1e+30")),
     ({"presence_penalty": math.nan}, ("presence_penalty is nan",)),
     ({"logit_bias": {"x": 1.0}}, ("logit_bias", "token ids as keys")),
     ({"logit_bias": {6: 1.0}}, ("logit_bias has the token id 6", "0 to 5")),
     ({"logit_bias": {1: math.nan}}, ("logit_bias of token 1 is nan",)),
+    ({"logit_bias": {1: 1e308}}, ("logit_bias of token 1 is 1e+308", "-1e+30 to 1e+30", "to ban the token")),
     ({"bad_words": [[]]}, ("bad_words has an empty sequence",)),
     ({"bad_words": [[7]]}, ("bad_words has the token id 7", "0 to 5")),
     ({"bad_words": ["a"]}, ("bad_words has the text 'a'", "no tokenizer", "token ids")),

@@ -442,10 +442,6 @@ def test_the_costs_in_company_are_those_of_the_largest_measured_one_that_is_not_
     found.measure(5)
     assert asked == [1, 2, 4, 5]
     for now, size in ((1, 1), (2, 2), (3, 2), (4, 4), (5, 5)):
-        policy = found.policy("mtp", 4, company=lambda now=now: now)
-        policy.choose(0)
-        assert policy._costs.verify[0] == size
+        assert found.known("mtp", now).verify[0] == size
     fresh = auto.Auto(auto.Opened(partial.bundle, partial.engine, EngineOptions()))
-    policy = fresh.policy("mtp", 4, company=lambda: 5)
-    policy.choose(0)
-    assert policy._costs.verify[0] == 1, "nothing is measured while answers wait"
+    assert fresh.known("mtp", 5).verify[0] == 1, "nothing is measured while answers wait"

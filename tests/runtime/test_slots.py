@@ -1,4 +1,7 @@
-"""Sequences that run in windows, are saved, restored and copied: each is its solo run, bit for bit."""
+"""Sequences that run in windows, are saved, restored and copied: each is its solo run.
+
+Bit for bit on ONNX Runtime; up to the rounding of products, which depends on their size, on the runner of the GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtp_engines.backends.gpu.state import DeltaStates
+from mtp_engines.backends.gpu.window import DeviceWindow
 from mtp_engines.backends.onnxruntime_cpu.state import TargetState
-from mtp_engines.engine import SlotSequences
+from mtp_engines.engine import Sequences, SlotSequences
 from mtp_engines.errors import ContractError
 from mtp_runtime import Model
 from mtp_tools.verify.digests import state_digests
 from tests.fixtures.dense_families import mimo_checkpoint
+from tests.runtime.batching.parts import on_torch
 from tests.runtime.conftest import Models
 from tests.support import build_bundle, load_model, refused
 
@@ -20,10 +26,15 @@ BUILD = {"max_batch_size": 4, "draft_tokens": 4, "max_model_len": 96}
 PROMPTS = ([7, 3, 9, 11, 2], [1, 2], [40, 41, 42, 43, 44, 45, 46])
 
 
-@pytest.fixture(scope="module")
-def chained(hybrid: Models) -> Model:
-    """A hybrid with one trained depth."""
-    return hybrid(seed=30, build=BUILD)
+TOLERANCE = 1e-5
+"""A share of the greatest value of a state; worst found: 2e-7. With the rows of an older set: more than 1."""
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "torch"])
+def chained(hybrid: Models, request: pytest.FixtureRequest) -> Model:
+    """A hybrid with one trained depth, on a CPU."""
+    model = hybrid(seed=30, build=BUILD)
+    return model if request.param == "onnxruntime" else on_torch(model.bundle.directory)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +61,19 @@ def alone(model: Model, tokens: list[int]) -> Any:
     return sequences
 
 
+def same(ours: Sequences, sequence: int, theirs: Sequences, other: int = 0) -> bool:
+    """Whether two sequences have the same state."""
+    if not isinstance(ours, DeviceWindow):
+        return state_digests(ours, sequence) == state_digests(theirs, other)
+    first, second = ours.snapshot(sequence), theirs.snapshot(other)
+    assert first.keys() == second.keys()
+    return all(
+        value.shape == second[name].shape
+        and np.abs(value - second[name]).max(initial=0) <= TOLERANCE * np.abs(second[name]).max(initial=0)
+        for name, value in first.items()
+    )
+
+
 def test_windows_of_any_width_are_solo_runs(chained: Model) -> None:
     """Slots that begin at different times, run together in wider and narrower windows, and are used again."""
     size = chained.manifest.model.vocab_size
@@ -74,21 +98,28 @@ def test_windows_of_any_width_are_solo_runs(chained: Model) -> None:
     for slot, text in enumerate(texts):
         assert slots.lengths[slot] == len(text)
         if text:
-            assert state_digests(slots, slot) == state_digests(alone(chained, text))
+            assert same(slots, slot, alone(chained, text))
 
 
 def test_control_a_window_that_forgets_which_half_is_committed_is_seen(
     chained: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TargetState, "committed", lambda self: int(self._halves[0]))
+    monkeypatch.setattr(DeltaStates, "agreed", lambda self: int(self._newest[0]))
     with pytest.raises(AssertionError):
         test_windows_of_any_width_are_solo_runs(chained)
 
 
-@pytest.mark.parametrize("which", ["chained", "deep"])
-def test_a_restored_sequence_goes_on_as_the_one_that_was_saved(which: str, request: pytest.FixtureRequest) -> None:
+def test_a_restored_sequence_goes_on_as_the_one_that_was_saved(chained: Model) -> None:
+    goes_on(chained)
+
+
+def test_a_restored_sequence_goes_on_with_several_depths(deep: Model) -> None:
+    goes_on(deep)
+
+
+def goes_on(model: Model) -> None:
     """Saved in parts of a few rows, restored elsewhere: the same states, and with its rows the same drafts."""
-    model = request.getfixturevalue(which)
     text, parts, rows = [5, 9, 2, 33, 8, 21, 60, 4, 17, 3], [], []
     slots = model.engine.sequences(3)
     source = slots.window(0, 1)
@@ -98,7 +129,7 @@ def test_a_restored_sequence_goes_on_as_the_one_that_was_saved(which: str, reque
     feed(slots.window(2, 1), [1, 2, 3])
     slots.restore(2, parts)
     assert slots.lengths.tolist() == [10, 0, 10]
-    assert state_digests(slots, 2) == state_digests(slots, 0)
+    assert same(slots, 2, slots, 0)
     assert sum(part.nbytes for part in parts) > parts[-1].nbytes > 0
     seen = np.concatenate(rows)[None, :-1]
     slots.window(2, 1).draft(np.array([text[1:]]), seen, np.array([9]), 0)
@@ -115,7 +146,8 @@ def test_a_copy_takes_the_rows_since_the_two_were_the_same(chained: Model) -> No
     slots.commit(np.array([2, 0]))
     slots.copy(0, 1, since=3)
     assert slots.lengths.tolist() == [5, 5]
-    assert state_digests(slots, 1) == state_digests(slots, 0) == state_digests(alone(chained, [5, 6, 7, 1, 2]))
+    assert same(slots, 1, slots, 0)
+    assert same(slots, 1, alone(chained, [5, 6, 7, 1, 2]))
 
 
 def test_what_windows_refuse(chained: Model) -> None:

@@ -89,6 +89,32 @@ def test_an_empty_stop_text_is_refused(markov: Models) -> None:
             markov(pieces=STOP_PIECES).complete(prompt="A", max_new_tokens=6, stop=stop)
 
 
+def test_more_and_longer_stop_texts_than_each_token_has_time_for_are_refused(markov: Models) -> None:
+    asked = markov(pieces=STOP_PIECES)
+    with refused("stop has 65 texts, expected at most 64", "leave some out"):
+        asked.complete(prompt="A", max_new_tokens=6, stop=["x"] * 65)
+    with refused("stop has a text of 1001 characters, expected at most 1000", "shorten it"):
+        asked.complete(prompt="A", max_new_tokens=6, stop=["S", "x" * 1001])
+    assert asked.complete(prompt="A", max_new_tokens=6, stop=["x" * 1000] * 63 + ["STOP"]).text == "bcd"
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_what_is_held_is_the_longest_end_that_any_stop_text_begins_with(count: int) -> None:
+    """Against a search through all of them, length by length."""
+    generator = random.Random(count)
+    lengths = set()
+    for _ in range(300):
+        stops = ["".join(generator.choices("abc\u00e9", k=generator.randint(4, 9))) for _ in range(count)]
+        stream = TextStream(None, stops)
+        stream.decoded = "".join(generator.choices("abc\u00e9", k=generator.randint(0, 12)))
+        if any(stop in stream.decoded for stop in stops):
+            continue  # It would have been cut.
+        ends = [length for stop in stops for length in range(len(stop)) if stream.decoded.endswith(stop[:length])]
+        assert stream._held() == max(ends), (stops, stream.decoded)
+        lengths.add(max(ends))
+    assert lengths >= set(range(4)), "texts that hold much and nothing are needed"
+
+
 def test_a_stop_text_is_refused_where_there_is_no_tokenizer(markov: Models) -> None:
     """RT-03 and P3: a bundle that makes no text cannot look for one, and says so."""
     with refused("stop", "tokenizer"):

@@ -32,10 +32,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _pair(place: Path, make: Any, **options: Any) -> tuple[Model, Model]:
+def _pair(place: Path, make: Any, build: dict[str, Any] | None = None, **options: Any) -> tuple[Model, Model]:
     """The same bundle on ONNX Runtime and on PyTorch."""
     make(place / "checkpoint", layer_types=LAYERS, **options)
-    bundle = build_bundle(place / "checkpoint", place / "bundle", draft_tokens=3)
+    bundle = build_bundle(place / "checkpoint", place / "bundle", draft_tokens=3, **(build or {}))
     return load_model(bundle), load(bundle, options=TORCH)
 
 
@@ -43,6 +43,13 @@ def _pair(place: Path, make: Any, **options: Any) -> tuple[Model, Model]:
 def partial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
     """A head that is right sometimes."""
     return _pair(tmp_path_factory.mktemp("partial"), partial_checkpoint, noise=0.2, head_noise=1.0)
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """With room for a second path."""
+    place = tmp_path_factory.mktemp("trees")
+    return _pair(place, partial_checkpoint, build={"max_batch_size": 2}, noise=0.2, head_noise=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +88,19 @@ def test_ids_and_counts_are_those_of_onnx_runtime(
     assert 0 <= ours.stats.drafted - theirs.stats.drafted <= (sum(range(draft_tokens + 1)) if drafter == "mtp" else 0)
     if drafter == "mtp":
         assert ours.stats.accepted > 0
+
+
+@pytest.mark.parametrize(("prompt", "options"), [([50, 8, 23], {}), ([9, 9, 9], {"temperature": 0.8, "seed": 3})])
+def test_tree_drafts_say_and_count_what_they_do_on_onnx_runtime(
+    trees: tuple[Model, Model], prompt: list[int], options: Any
+) -> None:
+    """Paths take over one another's rows and states."""
+    theirs, ours = (
+        model.complete(prompt_ids=prompt, max_new_tokens=12, draft_tokens=2, draft_branches=1, **options)
+        for model in trees
+    )
+    assert said(ours) == said(theirs)
+    assert ours.stats.rescued > 0
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2, 3])

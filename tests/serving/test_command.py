@@ -120,6 +120,8 @@ def test_options_of_the_command(carried: Model) -> None:
 def test_what_the_command_refuses(carried: Model) -> None:
     bundle = carried.bundle.directory
     command_refused(run_command("mtp-run", "serve", bundle, "--slots", "9"), "9", "4")
+    shared = ("serve", bundle, "--cache-rows", "64")
+    command_refused(run_command("mtp-run", *shared), "cache_rows is 64", "a cache of its own", "--backend torch")
     command_refused(run_command("mtp-run", "serve", bundle, "--host", "192.0.2.1"), "192.0.2.1", "--host")
     command_refused(run_command("mtp-run", "serve", bundle, "--port", "70000"), "--port", code=2)
     command_refused(run_command("mtp-run", "serve", bundle, "--timeout", "0"), "--timeout", code=2)
@@ -150,6 +152,7 @@ def test_other_commands_import_none_of_them() -> None:
         (["--api-key", ""], ["--api-key is empty"]),
         (["--served-name", ""], ["--served-name is empty"]),
         (["--timeout", "nan"], ["--timeout is nan", "finite"]),
+        (["--body-timeout", "inf"], ["--body-timeout is inf", "finite"]),
         (["--draft-tokens", "99"], ["draft_tokens is 99"]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_runtime import Model
@@ -70,8 +71,14 @@ def test_the_documentation_lists_every_metric(carried: Model) -> None:
     with serving(carried) as server:
         text = server.http.get(f"{server.url}/metrics").text
     names = {family.name for family in text_string_to_metric_families(text)}
-    names = {name for name in names if not name.endswith("_created")}
     documented = set(re.findall(r"`(mtp:[a-z0-9_]+)", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")))
     assert all(name.startswith(PREFIX) for name in names)
     assert len(names) > 20, "control: there are metrics"
     assert names == {name.removesuffix("_total") for name in documented}
+
+
+def test_no_times_of_creation_are_told(carried: Model) -> None:
+    with serving(carried) as server:
+        assert not [name for name in server.metrics() if "_created" in name]
+        control = generate_latest(server.service.metrics._made.registry).decode()
+    assert "mtp:prompt_tokens_created" in control

@@ -27,7 +27,7 @@ from mtp_tools.bench.answers import Answer, CycleTime, Task, answer
 from mtp_tools.bench.cases import PLAIN, Case, acceptances_from, branches_from, cases_of, require_served, widths_from
 from mtp_tools.bench.forcing import Script
 from mtp_tools.bench.measuring import Plan, WrongTokensError, measure, rotated
-from mtp_tools.bench.plot import levels_of, lines_of
+from mtp_tools.bench.plot import draw, levels_of, lines_of
 from mtp_tools.bench.report import case_dict, speed_table
 from mtp_tools.bench.sizes import sizes_of, step_bytes
 from mtp_tools.bench.summary import Spread, figures_of, shares, summarise
@@ -549,6 +549,14 @@ def test_a_picture_is_written(bundle: Path, tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
     cli.bench.main([str(bundle), *SMALL, "--draft-tokens", "1,auto", "--plot", str(picture)], standalone_mode=False)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    draw(rows_of(Case(1)), "title", tmp_path / "out.SVG")
+    assert b"<svg " in (tmp_path / "out.SVG").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["out.html", "out.jpg", "out"])
+def test_a_picture_of_another_kind_is_refused_before_anything_runs(bundle: Path, tmp_path: Path, name: str) -> None:
+    with refused("--plot is", name, "ends in .png or .svg"):
+        cli.bench.main([str(bundle), "--plot", str(tmp_path / name)], standalone_mode=False)
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(

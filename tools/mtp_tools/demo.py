@@ -57,7 +57,7 @@ def _table(model: Model, prompt: str) -> None:
             stats.append(finished.stats)
     print(f"\n{'':24}" + "".join(f"{label:>24}" for label in _LABELS.values()))
     rows: list[tuple[str, Callable[[list[Stats]], str]]] = [
-        ("tokens a second", lambda s: f"{median(map(_speed, s)):.0f}"),
+        ("tokens a second, median", lambda s: f"{median(map(_speed, s)):.0f}"),
         ("slowest .. fastest", lambda s: f"{min(map(_speed, s)):.0f} .. {max(map(_speed, s)):.0f}"),
         ("emitted a cycle", lambda s: f"{s[0].as_dict()['emitted_per_cycle']:.2f}"),
         ("acceptance by position", lambda s: _positions(s[0])),
@@ -70,6 +70,8 @@ def _table(model: Model, prompt: str) -> None:
         f"\nMTP over plain decoding: {median(ratios):.2f}x (median of {_REPEATS} pairs, {min(ratios):.2f} .. "
         f"{max(ratios):.2f})"
     )
+    print("A pair is two runs, one right behind the other; speeds in the table are medians of a column alone, of the")
+    print("tokens after the first one. On a busy machine their ratio may be another one.")
     print("This model has 5 million parameters: it shows that everything works, not what a large model gains.")
 
 

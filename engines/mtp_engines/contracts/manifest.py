@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from mtp_engines.contracts.model import ModelSpec
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -36,7 +36,7 @@ WeightFormat = Literal["fp32", "int8", "int4"]
 class WeightFormats:
     """Format of the matrices of the target, of those of the draft head, and of embedding and vocabulary head.
 
-    `int8` has a scale for each row, see `mtp_plugins.rotated_weight`; `int4` one for each block of 32 values, see
+    `int8` has a scale for each row, see `mtp_plugins.rotated_weight`; `int4` one for each run of 63 columns, see
     `mtp_plugins.block_weight`.
     """
 

@@ -57,7 +57,7 @@ def own_copy(g: GraphBuilder, matrix: Matrix) -> Matrix:
     for value in matrix.tensors:
         assert isinstance(value.const_value, ir.ExternalTensor)
         tensors.append(g.initializer(str(value.name), value.const_value))
-    return Matrix(tuple(tensors), matrix.storage)
+    return matrix.with_tensors(tensors)
 
 
 def _table(draft_ids: ir.Value) -> ir.ExternalTensor:

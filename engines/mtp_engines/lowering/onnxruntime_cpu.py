@@ -9,7 +9,9 @@ import onnx_ir as ir
 
 from mtp_engines.contracts import names
 from mtp_engines.lowering import rules
+from mtp_engines.lowering.cached_attention import cached_attention, latent_attention
 from mtp_engines.lowering.caches import stored_width
+from mtp_engines.lowering.convolution import causal_conv_state
 from mtp_engines.lowering.experts import routed_experts
 from mtp_engines.lowering.products import FAST, Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
@@ -19,29 +21,31 @@ Rule = Callable[[GraphBuilder, ir.Node], list[ir.Value]]
 
 _RULES: dict[str, Rule] = {
     "BlockRows": rules.block_rows,
-    "CachedAttention": rules.cached_attention,
-    "CausalConvState": rules.causal_conv_state,
+    "CausalConvState": causal_conv_state,
     "DeltaGate": rules.delta_gate,
     "GatedDelta": rules.gated_delta,
-    "LatentAttention": rules.latent_attention,
     "RotatedRows": rules.rotated_rows,
     "RoutedExperts": routed_experts,
 }
+_ATTENTION = {"CachedAttention": cached_attention, "LatentAttention": latent_attention}
 _MATRICES = ("BlockWeight", "RotatedWeight")
 """Read by the products themselves."""
 
 
-def lower(model: ir.Model, accuracy: int = FAST) -> ir.Model:
+def lower(model: ir.Model, accuracy: int = FAST, threads: int = 1) -> ir.Model:
     """Replace every canonical node by kernels of ONNX Runtime; the model is changed and returned.
 
     Args:
         accuracy: of products with matrices of integers, `FAST` or `WIDE`.
+        threads: that share the heads of an attention; they change its speed and no result.
     """
     graph, products = model.graph, Products(accuracy)
     for node in list(graph):
         matrix = matrix_of(node) if node.op_type == "MatMul" else None
         if matrix is not None:
             _replace(graph, node, partial(_product, matrix=matrix, products=products))
+        elif node.op_type in _ATTENTION:
+            _replace(graph, node, partial(_ATTENTION[node.op_type], threads=threads))
         elif node.domain == DOMAIN and node.op_type not in _MATRICES:
             _replace(graph, node, _RULES[node.op_type])
         elif node.op_type == "MatMul" and _is_headwise(node):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import onnx_ir as ir
 
+from mtp_engines.lowering.blocks import BlockProducts
 from mtp_engines.lowering.integers import IntegerProducts
-from mtp_engines.lowering.rows import with_twin
-from mtp_plugins.block_weight import BLOCK
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder
 
 FAST, WIDE = 4, 0
-"""Accuracy levels of MatMulNBits: rows are rounded to 8 bits by blocks of 32, or stay float32. Products of rotated
+"""Accuracy levels of MatMulNBits: rows are rounded to 8 bits by blocks, or stay float32. Products of rotated
 matrices know the same two: rows rounded to 8 bits, or taken apart so that nothing is lost."""
-_LEAST_ROWS = 2
 
 Storage = Literal["whole", "blocks", "rotated columns", "rotated rows"]
 
@@ -28,19 +27,25 @@ class Matrix:
         tensors: the initializers, one or two.
         storage: float32, `BlockWeight`'s blocks, or `RotatedWeight`'s integers: the columns of [out, in] in order, or,
             for a matrix that is gathered from too, its rows.
+        block_columns: columns of a matrix in blocks, which the last block may exceed.
     """
 
     tensors: tuple[ir.Value, ...]
     storage: Storage = "whole"
+    block_columns: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         sizes = [[int(str(size)) for size in value.shape or ()] for value in self.tensors]
         if self.storage == "blocks":
-            return sizes[1][0], sizes[1][1] * BLOCK
+            return sizes[0][0], self.block_columns
         first, second = sizes[0]
         return (second, first) if self.storage == "rotated columns" else (first, second)
+
+    def with_tensors(self, tensors: Sequence[ir.Value]) -> Matrix:
+        """The same matrix, or some of its rows, by other initializers."""
+        return replace(self, tensors=tuple(tensors))
 
 
 def matrix_of(node: ir.Node) -> Matrix | None:
@@ -56,7 +61,7 @@ def matrix_of(node: ir.Node) -> Matrix | None:
         first, scales = source.inputs[:2]
         assert first is not None and scales is not None
         if source.op_type == "BlockWeight":
-            return Matrix((first, scales), "blocks")
+            return Matrix((first, scales), "blocks", block_columns(source))
         if source.op_type == "RotatedWeight":
             turned = first.producer()
             if turned is None:
@@ -68,12 +73,20 @@ def matrix_of(node: ir.Node) -> Matrix | None:
     return Matrix((weight,)) if two else None
 
 
+def block_columns(node: ir.Node) -> int:
+    """Columns of the matrix that a `BlockWeight` or `BlockRows` reads."""
+    columns = node.inputs[3]
+    known = ir.convenience.get_const_tensor(columns) if columns is not None else None
+    assert known is not None
+    return int(known.numpy()[0])
+
+
 class Products:
     """Adds the products of one graph."""
 
     def __init__(self, accuracy: int = FAST) -> None:
         """`accuracy`: `FAST` or `WIDE`, for matrices of integers."""
-        self._accuracy = accuracy
+        self._blocks = BlockProducts(accuracy)
         self._integers = IntegerProducts(exact=accuracy == WIDE)
 
     def add(self, g: GraphBuilder, x: ir.Value, matrix: Matrix, axis: int) -> ir.Value:
@@ -85,28 +98,10 @@ class Products:
         """
         if matrix.storage == "whole":
             return g.op("FusedMatMul", x, *matrix.tensors, domain=CONTRIB, transB=1)
-        if matrix.storage == "blocks":
-            # One row takes another kernel and rounds differently; two or more agree to the last bit.
-            rows = g.op("Shape", x, start=axis, end=axis + 1)
-            wide = with_twin(g, x, rows, g.op("Max", rows, g.constant([_LEAST_ROWS])), axis=axis)
-            return g.op("Slice", _blocks(g, wide, matrix, self._accuracy), g.constant([0]), rows, g.constant([axis]))
         values, scales = matrix.tensors
+        if matrix.storage == "blocks":
+            return self._blocks.add(g, x, values, scales, matrix.shape, axis=axis)
         if matrix.storage == "rotated rows":
             # Folded when the session is opened.
             values = g.op("Transpose", values, perm=[1, 0])
         return self._integers.add(g, x, values, scales, matrix.shape[1], axis=axis)
-
-
-def _blocks(g: GraphBuilder, x: ir.Value, matrix: Matrix, accuracy: int) -> ir.Value:
-    rows, columns = matrix.shape
-    return g.op(
-        "MatMulNBits",
-        x,
-        *matrix.tensors,
-        domain=CONTRIB,
-        K=columns,
-        N=rows,
-        bits=4,
-        block_size=BLOCK,
-        accuracy_level=accuracy,
-    )

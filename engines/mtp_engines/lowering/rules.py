@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from mtp_engines.lowering.caches import stored_width
 from mtp_engines.lowering.rows import with_twin
 from mtp_plugins.block_rows.body import body as block_rows_body
 from mtp_plugins.gated_delta.reference import L2_EPSILON
@@ -35,22 +34,6 @@ def delta_gate(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     a, b, dt_bias, a_log = node.inputs
     rate = g.op("Neg", g.op("Exp", a_log))
     return g.op_multi("LinearAttentionGate", a, dt_bias, rate, b, outputs=("decay", "beta"), domain=CONTRIB)
-
-
-def causal_conv_state(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """The contrib kernel in its channels-last form, so that a state is a slice of rows."""
-    x, weight, past = node.inputs
-    return g.op_multi(
-        "CausalConvWithState",
-        x,
-        weight,
-        None,
-        past,
-        outputs=("output", "present"),
-        domain=CONTRIB,
-        activation="silu",
-        channels_last=1,
-    )
 
 
 def gated_delta(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
@@ -115,56 +98,6 @@ def headwise(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     return [g.op("Slice", product, g.constant([0]), rows, g.constant([2]))]
 
 
-def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """GroupQueryAttention over two caches."""
-    query, key, value, past_key, past_value, past_length = node.inputs
-    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "num_kv_heads"))
-    return _attend(g, (query, key, value), (past_key, past_value), past_length, heads, kv_heads)
-
-
-def latent_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
-    """GroupQueryAttention whose key and value are one cache; the third result is that cache again."""
-    query, rows, past, past_length = node.inputs
-    return _attend(g, (query, rows, rows), (past, past), past_length, node.attributes["num_heads"].as_int(), 1)
-
-
-def _attend(
-    g: GraphBuilder,
-    inputs: tuple[ir.Value | None, ir.Value | None, ir.Value | None],
-    pasts: tuple[ir.Value | None, ir.Value | None],
-    past_length: ir.Value | None,
-    heads: int,
-    kv_heads: int,
-) -> list[ir.Value]:
-    """GroupQueryAttention with never fewer than `LEAST_QUERY_ROWS` query rows, over caches of the stored width.
-
-    A lone row is doubled: its twin writes one spare cache row past the committed length and is cut off.
-    """
-    past = pasts[0]
-    assert past is not None and past.shape is not None
-    dim = past.shape[3]
-    assert isinstance(dim, int)
-    query, key, value = (
-        _padded(g, x, count, dim) for x, count in zip(inputs, (heads, kv_heads, kv_heads), strict=True)
-    )
-    rows = g.op("Shape", query, start=1, end=2)
-    width = g.op("Max", rows, g.constant([LEAST_QUERY_ROWS]))
-    total = g.op("Add", past_length, width)
-    output, present_key, present_value = group_query(
-        g,
-        [with_twin(g, x, rows, width, axis=1) for x in (query, key, value)],
-        pasts,
-        int32(g, g.op("Sub", total, g.constant([1]))),
-        int32(g, g.op("ReduceMax", total, keepdims=0)),
-        # The right-padding input is what admits several sequences with different past lengths.
-        int32(g, g.op("Expand", width, g.op("Shape", past_length))),
-        heads=(heads, kv_heads),
-        scale=dim**-0.5,
-    )
-    kept = g.op("Slice", output, g.constant([0]), rows, g.constant([1]))
-    return [_unpadded(g, kept, heads, dim), present_key, present_value]
-
-
 def group_query(
     g: GraphBuilder,
     inputs: Sequence[ir.Value | None],
@@ -172,6 +105,7 @@ def group_query(
     last: ir.Value,
     total: ir.Value,
     padding: ir.Value | None = None,
+    bias: ir.Value | None = None,
     *,
     heads: tuple[int, int],
     scale: float,
@@ -184,6 +118,7 @@ def group_query(
         last: int32[batch], the position of each sequence's last row.
         total: an int32 number that no position of the batch reaches.
         padding: int32[batch], how many of the rows each sequence has; a release before 1.32 does not know it.
+        bias: float32[batch, 1, rows, total], added to the scores.
         heads: of the query, and of key and value.
     """
     return g.op_multi(
@@ -192,32 +127,13 @@ def group_query(
         *pasts,
         last,
         total,
-        *([] if padding is None else [*([None] * 9), padding]),
+        *([] if padding is None else [*([None] * 3), bias, *([None] * 5), padding]),
         outputs=("output", "present_key", "present_value"),
         domain=CONTRIB,
         num_heads=heads[0],
         kv_num_heads=heads[1],
         scale=scale,
     )
-
-
-def _padded(g: GraphBuilder, x: ir.Value | None, heads: int, dim: int) -> ir.Value | None:
-    """[batch, rows, heads * dim] with zeros behind each head, as wide as the cache stores it."""
-    stored = stored_width(dim)
-    if stored == dim:
-        return x
-    split = g.op("Reshape", x, g.constant([0, 0, heads, dim]))
-    wide = g.op("Pad", split, g.constant([0, stored - dim]), None, g.constant([3]))
-    return g.op("Reshape", wide, g.constant([0, 0, heads * stored]))
-
-
-def _unpadded(g: GraphBuilder, x: ir.Value, heads: int, dim: int) -> ir.Value:
-    stored = stored_width(dim)
-    if stored == dim:
-        return x
-    split = g.op("Reshape", x, g.constant([0, 0, heads, stored]))
-    narrow = g.op("Slice", split, g.constant([0]), g.constant([dim]), g.constant([3]))
-    return g.op("Reshape", narrow, g.constant([0, 0, heads * dim]))
 
 
 def int32(g: GraphBuilder, value: ir.Value) -> ir.Value:

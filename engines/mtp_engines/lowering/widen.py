@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from mtp_engines.lowering.products import block_columns
 from mtp_engines.lowering.unused import drop_unused
-from mtp_plugins.block_weight import BLOCK
-from mtp_plugins.block_weight.reference import block_weight
+from mtp_plugins.block_weight.reference import block_weight, turning
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 from mtp_plugins.rotated_weight.reference import rotated_weight, rotation
 
 Floats = npt.NDArray[np.float32]
 _MATRICES = ("BlockWeight", "RotatedWeight")
 _ROWS = ("BlockRows", "RotatedRows")
+_BLOCKS = ("BlockWeight", "BlockRows")
 
 
 def widen_matrices(model: ir.Model) -> ir.Model:
@@ -57,7 +58,10 @@ def _weight(graph: ir.Graph, made: dict[str, ir.Value], node: ir.Node) -> ir.Val
     name = str(stored.name).rsplit(".", 1)[0]
     if name not in made:
         by_rows = turned is not None or node.op_type in _ROWS
-        read, sizes = _reading(node.op_type, stored.const_value, scales.const_value, by_rows)
+        if node.op_type in _BLOCKS:
+            read, sizes = _reading_blocks(stored.const_value, scales.const_value, block_columns(node))
+        else:
+            read, sizes = _reading_rotated(stored.const_value, scales.const_value, by_rows)
         shape = ir.Shape(sizes)
         tensor = ir.LazyTensor(lambda: ir.Tensor(read(), name=name), ir.DataType.FLOAT, shape, name=name)
         made[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape, const_value=tensor)
@@ -65,13 +69,18 @@ def _weight(graph: ir.Graph, made: dict[str, ir.Value], node: ir.Node) -> ir.Val
     return made[name]
 
 
-def _reading(
-    kind: str, stored: ir.TensorProtocol, scales: ir.TensorProtocol, by_rows: bool
+def _reading_blocks(
+    stored: ir.TensorProtocol, scales: ir.TensorProtocol, columns: int
 ) -> tuple[Callable[[], Floats], list[int]]:
     """How the floats are made, and how many rows and columns there are."""
+    return lambda: block_weight(stored.numpy(), scales.numpy(), turning(), columns), [stored.shape.numpy()[0], columns]
+
+
+def _reading_rotated(
+    stored: ir.TensorProtocol, scales: ir.TensorProtocol, by_rows: bool
+) -> tuple[Callable[[], Floats], list[int]]:
+    """The same for rotated integers, by rows or by columns."""
     first, second = stored.shape.numpy()[:2]
-    if kind in ("BlockWeight", "BlockRows"):
-        return lambda: block_weight(stored.numpy(), scales.numpy()), [first, BLOCK * second]
     rows, columns = (first, second) if by_rows else (second, first)
 
     def read() -> Floats:

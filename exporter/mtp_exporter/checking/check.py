@@ -85,15 +85,11 @@ def check_graphs(
             layer = running.layer(pair.index) if running else pair.layer
             first_difference = first_difference or layer.first_difference(pair.entering[:, :_EXACT_ROWS])
             advance(1)
-    picked = choices(backbone, source, "head", taps.hidden[0], record.compare)
-    agreement = None
-    if heads:
-        out: Floats | None = None
-        for pair in head_pairs(spec, limits, heads, source, ids, taps.states):
-            record.compare(pair)
-            out = pair.built if out is None and pair.name == names.HIDDEN_OUT else out
-        assert out is not None and spec.mtp is not None
-        agreement = _agreement(spec, backbone, heads[0], source, out, picked[1:], record)
+    out: Floats | None = None
+    for pair in head_pairs(spec, limits, heads, source, ids, taps.states) if heads else ():
+        record.compare(pair)
+        out = pair.built if out is None and pair.name == names.HIDDEN_OUT else out
+    agreement = _agreement(spec, backbone, heads, source, taps.hidden[0], out, record)
     parity = Parity(len(ids), record.worst, record.where, TOLERANCE)
     promise = Numerics("near-tie" if first_difference else "exact", _EXACT_ROWS, first_difference)
     return Check(parity, promise, agreement)
@@ -102,20 +98,26 @@ def check_graphs(
 def _agreement(
     spec: ModelSpec,
     backbone: Path,
-    head: Path,
+    heads: tuple[Path, ...],
     source: Source,
-    rows: Floats,
-    picked: npt.NDArray[np.int64],
+    hidden: Floats,
+    out: Floats | None,
     record: _Record,
-) -> DraftAgreement:
-    """How many first drafts are what the target picked, for the head's rows float32[rows, hidden_size]."""
-    mtp, whole = spec.mtp, None
-    assert mtp is not None
+) -> DraftAgreement | None:
+    """How many first drafts are what the target picks, for its rows and the head's, float32[rows, hidden_size] each.
+
+    The target's vocabulary head is read once for both: nothing else in a checkpoint is as large.
+    """
+    mtp = spec.mtp
+    if mtp is None or out is None:
+        choices(backbone, source, "head", hidden, record.compare)
+        return None
+    trimmed = mtp.kind == "mtp" and mtp.draft_vocab_size is not None
+    shared = [hidden, out] if trimmed or not mtp.own_head else [hidden]
+    found = choices(backbone, source, "head", np.concatenate(shared), record.compare)
+    picked, whole = found[1 : len(hidden)], found[len(hidden) :]
+    drafts = whole
     if mtp.own_head:
-        drafts = choices(head, source, "mtp.head", rows, record.compare)
+        drafts = choices(heads[0], source, "mtp.head", out, record.compare)
         drafts = source("mtp.ids")[drafts] if mtp.has_table else drafts
-    else:
-        drafts = choices(backbone, source, "head", rows, record.compare)
-    if mtp.kind == "mtp" and mtp.draft_vocab_size is not None:
-        whole = int((choices(backbone, source, "head", rows, record.compare) == picked).sum())
-    return DraftAgreement(len(drafts), int((drafts == picked).sum()), whole)
+    return DraftAgreement(len(drafts), int((drafts == picked).sum()), int((whole == picked).sum()) if trimmed else None)

@@ -72,7 +72,7 @@ def _block_model(matrix: Matrix, width: int, start: int, rows: int, accuracy: in
     g = GraphBuilder("head block")
     hidden = g.input(names.HIDDEN, "float32", ["rows", width])
     parts = [_rows(value, start, rows) for value in matrix.tensors]
-    block = Matrix(tuple(g.initializer(str(part.name), part) for part in parts), matrix.storage)
+    block = matrix.with_tensors([g.initializer(str(part.name), part) for part in parts])
     g.output(names.LOGITS, Products(accuracy).add(g, hidden, block, axis=0), "float32", ["rows", rows])
     return g.model(domains=[CONTRIB])
 

@@ -90,7 +90,11 @@ class TensorInfo:
 
     def read(self) -> npt.NDArray[np.float32]:
         """The whole tensor as float32."""
-        return np.concatenate([*self.blocks(), np.zeros(0, np.float32)]).reshape(self.shape)
+        whole, position = np.empty(prod(self.shape), np.float32), 0
+        for block in self.blocks():
+            whole[position : position + len(block)] = block
+            position += len(block)
+        return whole.reshape(self.shape)
 
     def read_integers(self) -> npt.NDArray[np.int64]:
         """The whole tensor as int64.

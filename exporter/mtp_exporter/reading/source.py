@@ -100,7 +100,8 @@ def _float_rows(need: Need, tensors: tuple[StoredTensor, ...], start: int, count
             found.append(rows.reshape(-1)[: high - low])
         position += size
     assert position == prod(need.shape), f"the parts of {need.role} hold {position} values"
-    return np.concatenate([*found, np.zeros(0, np.float32)]).reshape(count, *need.shape[1:])
+    whole = found[0] if len(found) == 1 else np.concatenate([*found, np.zeros(0, np.float32)])
+    return whole.reshape(count, *need.shape[1:])
 
 
 def _places(need: Need) -> npt.NDArray[np.int64]:

@@ -7,10 +7,10 @@ from mtp_exporter.families.description import Claimed, Need
 from mtp_exporter.reading.source import Floats, Source, Values
 from mtp_exporter.storing.blocks import four_bits
 from mtp_exporter.storing.rotated import eight_bits, widened
-from mtp_plugins.block_weight import BLOCK
-from mtp_plugins.block_weight.reference import block_weight
+from mtp_plugins.block_weight.reference import block_weight, turning
 
 FORMATS: tuple[WeightFormat, ...] = ("fp32", "int8", "int4")
+_UNIT = 32
 _VOCABULARY = ("embedding", "head", "mtp.embedding", "mtp.head")
 _WIDE = ("a", "b", "router", "shared_gate")
 """Small matrices that decide: decays and write strengths of a recurrence, which experts a row goes to."""
@@ -19,10 +19,12 @@ _WIDE = ("a", "b", "router", "shared_gate")
 def format_of(formats: WeightFormats, need: Need) -> WeightFormat:
     """The format of a value.
 
-    Integers have matrices of two axes whose columns are a multiple of 32, but for those of `_WIDE`.
+    Integers have matrices of two axes whose columns are a multiple of 32 and more than 32, but for those of `_WIDE`.
     """
     name = need.role.rsplit(".", 1)[-1]
-    if len(need.shape) != 2 or need.transform != "none" or need.shape[1] % BLOCK or name in _WIDE:
+    if len(need.shape) != 2 or need.transform != "none" or name in _WIDE:
+        return "fp32"
+    if need.shape[1] % _UNIT or need.shape[1] == _UNIT:
         return "fp32"
     if need.role in _VOCABULARY:
         return formats.head
@@ -37,7 +39,7 @@ def is_gathered(need: Need) -> bool:
 def rounded(values: Floats, kind: WeightFormat) -> Floats:
     """float32[rows, columns] as a bundle holds them."""
     if kind == "int4":
-        return block_weight(*four_bits(values))
+        return block_weight(*four_bits(values), turning(), values.shape[1])
     if kind == "int8":
         return widened(*eight_bits(values))
     return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mtp_exporter.reading.source import Floats
+from mtp_exporter.storing.parallel import in_parts
 from mtp_plugins.rotated_weight.reference import Bytes, rotate, rotated_weight, rotation
 
 _CHUNK = 1 << 18
@@ -21,17 +22,20 @@ def eight_bits(rows: Floats) -> tuple[Bytes, Floats]:
     count, columns = rows.shape
     by, step = rotation(columns), max(_CHUNK // columns, 1)
     values, scales = np.empty(rows.shape, np.uint8), np.empty(count, np.float32)
-    for start in range(0, count, step):
-        turned = rotate(rows[start : start + step], by)
+
+    def round_rows(part: slice) -> None:
+        turned = rotate(rows[part], by)
         greatest = np.maximum(turned.max(-1), -turned.min(-1))
-        part = greatest / np.float32(127)
-        turned /= np.where(part == 0, np.float32(1), part)[:, None]
+        steps = greatest / np.float32(127)
+        turned /= np.where(steps == 0, np.float32(1), steps)[:, None]
         np.rint(turned, out=turned)
         # A product of scale and 127 can come out a little below the greatest value.
         np.clip(turned, -127, 127, out=turned)
         turned += np.float32(128)
-        values[start : start + step] = turned
-        scales[start : start + step] = part
+        values[part] = turned
+        scales[part] = steps
+
+    in_parts(count, step, round_rows)
     return values, scales
 
 
@@ -40,9 +44,11 @@ def widened(values: Bytes, scales: Floats) -> Floats:
     count, columns = values.shape
     by, step = rotation(columns), max(_CHUNK // columns, 1)
     wide = np.empty(values.shape, np.float32)
-    for start in range(0, count, step):
-        part = slice(start, start + step)
+
+    def widen(part: slice) -> None:
         wide[part] = rotated_weight(values[part].T, scales[part], by)
+
+    in_parts(count, step, widen)
     return wide
 
 

@@ -18,7 +18,7 @@ from mtp_engines.contracts.manifest import WeightFormats
 from mtp_exporter.families.description import INTEGERS, Need
 from mtp_exporter.quantised import StoredTensor
 from mtp_exporter.reading.source import Source, Values
-from mtp_exporter.storing.blocks import four_bits
+from mtp_exporter.storing.blocks import block_count, four_bits
 from mtp_exporter.storing.formats import format_of, is_gathered
 from mtp_exporter.storing.rotated import eight_bits, transposed
 from mtp_plugins.block_weight import BLOCK
@@ -37,6 +37,7 @@ class Blocks:
 
     blocks: ir.ExternalTensor
     scales: ir.ExternalTensor
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def stored_bytes(need: Need, formats: WeightFormats | None = None) -> int:
     if kind == "int8":
         return prod(need.shape) + 4 * need.shape[0]
     if kind == "int4":
-        return prod(need.shape) // 2 + prod(need.shape) // BLOCK * 4
+        return need.shape[0] * block_count(need.shape[1]) * (BLOCK // 2 + 4)
     return prod(need.shape) * (8 if need.transform in INTEGERS else 4)
 
 
@@ -119,10 +120,11 @@ class WeightWriter:
         return tensor
 
     def _add_blocks(self, need: Need) -> Blocks:
-        rows, count = need.shape[0], need.shape[1] // BLOCK
+        rows, columns = need.shape
+        count = block_count(columns)
         blocks, scales = self._reserve_pair(need, "blocks", (rows, count, BLOCK // 2), (rows, count))
         self._write_pairs(blocks, scales, map(four_bits, self._read(need)))
-        return Blocks(blocks, scales)
+        return Blocks(blocks, scales, columns)
 
     def _add_rotated(self, need: Need) -> Rotated:
         rows, columns = need.shape

@@ -5,9 +5,9 @@ from mtp_plugins.operator import Operator
 
 OPERATOR = Operator(
     name="BlockRows",
-    inputs=("blocks", "scales", "ids"),
+    inputs=("blocks", "scales", "turn", "columns", "ids"),
     outputs=("rows",),
     body=body,
 )
-"""Inputs: blocks and scales as BlockWeight takes them; ids int64[...]. Output: float32[..., columns], the rows at ids.
-The matrix is never made whole: an embedding has hundreds of thousands of rows."""
+"""Inputs: blocks, scales, turn and columns as BlockWeight takes them; ids int64[...]. Output: float32[..., columns],
+the rows at ids. The matrix is never made whole: an embedding has hundreds of thousands of rows."""

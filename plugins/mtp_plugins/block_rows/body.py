@@ -10,6 +10,6 @@ from mtp_plugins.graph import GraphBuilder
 
 def body(g: GraphBuilder, inputs: list[ir.Value]) -> list[ir.Value]:
     """See `OPERATOR` for shapes."""
-    blocks, scales, ids = inputs
-    rows = dequantise(g, g.op("Gather", blocks, ids, axis=0), g.op("Gather", scales, ids, axis=0))
-    return [g.op("Reshape", rows, g.op("Concat", g.op("Shape", ids), g.constant([-1]), axis=0))]
+    blocks, scales, turn, columns, ids = inputs
+    taken = (g.op("Gather", blocks, ids, axis=0), g.op("Gather", scales, ids, axis=0))
+    return [dequantise(g, *taken, turn, columns)]

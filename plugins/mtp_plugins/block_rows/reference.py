@@ -9,8 +9,8 @@ from mtp_plugins.arrays import Array
 from mtp_plugins.block_weight.reference import Bytes, block_weight
 
 
-def block_rows(blocks: Bytes, scales: Array, ids: npt.NDArray[np.int64]) -> Array:
-    """float[..., columns] for uint8[rows, columns / 32, 16], float[rows, columns / 32] and int64[...]."""
+def block_rows(blocks: Bytes, scales: Array, by: Array, columns: int, ids: npt.NDArray[np.int64]) -> Array:
+    """float[..., columns] for uint8[rows, count, 32], float[rows, count], float[63, 64] and int64[...]."""
     flat = ids.reshape(-1)
-    rows: Array = block_weight(blocks[flat], scales[flat]).reshape(*ids.shape, -1)
+    rows: Array = block_weight(blocks[flat], scales[flat], by, columns).reshape(*ids.shape, -1)
     return rows

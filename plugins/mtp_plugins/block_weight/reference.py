@@ -1,4 +1,4 @@
-"""NumPy reference of BlockWeight."""
+"""NumPy reference of BlockWeight, and the turn itself."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_plugins.arrays import Array
+from mtp_plugins.rotated_weight.reference import rotation
 
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+def turning() -> Floats:
+    """float32[63, 64], a Hadamard matrix over 8 without its first row, which is the only one that does not sum to 0."""
+    return rotation(64)[1:].copy()
+
+
+def turned(rows: Array, by: Array) -> Array:
+    """float[..., count, 64] for float[..., columns]: runs of 63 columns times float[63, 64], the last one padded."""
+    used = len(by)
+    missing = -rows.shape[-1] % used
+    padded = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
+    result: Array = padded.reshape(*rows.shape[:-1], -1, used) @ by
+    return result
 
 
 def integers(blocks: Bytes) -> Bytes:
-    """uint8[..., 32] values of uint8[..., 16] blocks."""
+    """uint8[..., 64] values of uint8[..., 32] blocks."""
     pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
     return pairs.reshape(*blocks.shape[:-1], 2 * blocks.shape[-1])
 
 
-def block_weight(blocks: Bytes, scales: Array) -> Array:
-    """float[rows, columns] for uint8[rows, columns / 32, 16] and float[rows, columns / 32]."""
+def block_weight(blocks: Bytes, scales: Array, by: Array, columns: int) -> Array:
+    """float[rows, columns] for uint8[rows, count, 32], float[rows, count] and float[63, 64]."""
     values = integers(blocks).astype(scales.dtype) - scales.dtype.type(8)
-    weight: Array = (values * scales[..., None]).reshape(len(blocks), -1)
+    runs = (values * scales[..., None]) @ by.T.astype(scales.dtype)
+    weight: Array = runs.reshape(len(blocks), -1)[:, :columns]
     return weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -89,15 +90,22 @@ class SlotRun:
         generation, deliver = self._generation, self._lane.deliver
         self._proxy.reset()
         if self._reuses and not generation.prefilled:
+            while self._prefixes.is_read(generation.text):
+                ask(Turn())
             self._resume()
-        while not generation.prefilled:
-            first = generation.prefill()
-            self.keep()
-            if first is not None:
-                deliver(self._lane, first)
-            self._drafter.feed()
+        much = len(generation.text) - self._place.length > _SHORT
+        with self._prefixes.reading(generation.text) if self._reuses and much else nullcontext():
+            while not generation.prefilled:
+                first = generation.prefill()
+                self.keep()
+                if first is not None:
+                    deliver(self._lane, first)
+                self._drafter.feed()
         while not generation.done:
             deliver(self._lane, generation.cycle())
+            if not generation.done:
+                # Nobody begins a cycle before all have shown what the last one brought.
+                ask(Turn())
         self.keep()
         for event in generation.close():
             deliver(self._lane, event)
@@ -130,13 +138,3 @@ class SlotRun:
         if self._place.length != length:
             self._reuses = False
             self._drafter.forget()
-
-
-def take_turns(lane: Lane, report: Report) -> None:
-    """Run a lane whose engine has no slots: cycle by cycle, with others in between."""
-    generation = lane.generation
-    assert generation is not None
-    generation.parts = replace(generation.parts, drafter=FailSafeDrafter(generation.parts.drafter, report))
-    for event in generation:
-        lane.deliver(lane, event)
-        ask(Turn())

@@ -24,6 +24,8 @@ class BatchOptions:
         max_queue: answers that may wait.
         prefill_budget: most rows of prompts between two cycles of the running answers; None takes one chunk.
         prefix_bytes: memory for states of texts that were read before; 0 keeps none.
+        cache_rows: rows of the caches that all answers share, where the backend has pages; None has room for the whole
+            context in every slot.
 
     Raises:
         RequestError: a number is out of range; names it.
@@ -33,10 +35,12 @@ class BatchOptions:
     max_queue: int = 256
     prefill_budget: int | None = None
     prefix_bytes: int = 1 << 30
+    cache_rows: int | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name, least in (("slots", 1), ("max_queue", 0), ("prefill_budget", 1), ("prefix_bytes", 0)):
+        least_of = {"slots": 1, "max_queue": 0, "prefill_budget": 1, "prefix_bytes": 0, "cache_rows": 1}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise RequestError(f"{name} is {value}, expected {least} or more.")

@@ -8,6 +8,7 @@ states, and the hidden rows, from which any draft head can be fed again. Only co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -78,6 +79,21 @@ class PrefixCache:
         """`budget` is in bytes; 0 keeps nothing."""
         self.budget, self.nbytes, self.queries, self.hits = budget, 0, 0, 0
         self._root, self._clock = Place(), 0
+        self._read: set[Tokens] = set()
+
+    @contextmanager
+    def reading(self, tokens: Sequence[int]) -> Iterator[None]:
+        """Meanwhile a text is read whose states will be kept, and others that need it do well to wait."""
+        text = tuple(tokens)
+        self._read.add(text)
+        try:
+            yield
+        finally:
+            self._read.discard(text)
+
+    def is_read(self, tokens: Sequence[int]) -> bool:
+        """Whether the very same text is being read."""
+        return tuple(tokens) in self._read
 
     def find(self, tokens: Sequence[int]) -> Place:
         """The longest text that is kept and leaves at least one of these tokens to run; the beginning, if none is."""

@@ -7,7 +7,9 @@ not depend on the number or place of others.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,23 +20,46 @@ from mtp_runtime.batching.choosing import Chosen
 from mtp_runtime.batching.tasks import Stopped, Task
 
 
+@dataclass(frozen=True)
+class Round:
+    """What happened in a round.
+
+    Attributes:
+        answers: how many verified rows.
+        seconds: wall time from the first draft to the last commit, without chunks of prompts.
+        fed: rows that draft heads caught up with.
+    """
+
+    answers: int
+    seconds: float
+    fed: int
+
+
 class Rounds:
     """Answers the calls of tasks over the slots of one engine. Not for two threads at once.
 
     Attributes:
         tasks: those that have not ended.
         widths: rows of the newest verify, of each slot that took part.
+        newest: the newest round.
     """
 
-    def __init__(self, slots: SlotSequences | None, limits: Limits, prefill_budget: int) -> None:
+    def __init__(
+        self,
+        slots: SlotSequences | None,
+        limits: Limits,
+        prefill_budget: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Without slots tasks may only ask for turns.
 
         `prefill_budget` is the most rows of prompts a round, but for one chunk, which always may run.
         """
-        self._slots, self._budget = slots, prefill_budget
+        self._slots, self._budget, self._clock = slots, prefill_budget, clock
         self._narrow = limits.max_draft_tokens + 1
         self.tasks: list[Task] = []
         self.widths: list[int] = []
+        self.newest, self._fed = Round(0, 0.0, 0), 0
 
     def start(self, slot: int, work: Callable[[], None]) -> Task:
         """Add a task; it begins with the next round."""
@@ -58,12 +83,14 @@ class Rounds:
         for task in self._waiting(Turn):
             task.answer(None)
         self._prompts()
+        self._fed, start = 0, self._clock()
         fed: set[Task] = set()
         while drafting := [task for task in self._waiting(Draft) if task not in fed]:
             # A long text that was read before feeds the head chunk by chunk, one a round, as a prompt is read.
             fed |= {task for task in drafting if isinstance(task.call, Draft) and task.call.rows > self._narrow}
             self._draft(drafting)
         self._verify([task for task in self._waiting(Verify) if not self._is_prompt(task)])
+        self.newest = Round(len(self.widths), self._clock() - start, self._fed)
         self._sweep()
         return [task for task in before if task.ended]
 
@@ -141,6 +168,7 @@ class Rounds:
         for task in tasks:
             call = task.call
             assert isinstance(call, Draft)
+            self._fed += call.rows
             if not call.draft_tokens:
                 self._consume(task, call, call.rows)
                 continue

@@ -11,18 +11,20 @@ from dataclasses import replace
 from functools import partial
 
 from mtp_engines.engine import SlotSequences
-from mtp_engines.errors import MtpError, RequestError
+from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model
 from mtp_runtime.batching.calls import SlotProxy
 from mtp_runtime.batching.company import Company
-from mtp_runtime.batching.lanes import Lane, SlotRun, take_turns
+from mtp_runtime.batching.lanes import Lane, SlotRun
 from mtp_runtime.batching.options import BatchOptions, ClosedError, QueueFullError
 from mtp_runtime.batching.prefixes import PrefixCache
+from mtp_runtime.batching.room import Room
 from mtp_runtime.batching.rounds import Rounds
 from mtp_runtime.batching.tasks import Task
+from mtp_runtime.batching.telling import Telling
 from mtp_runtime.batching.tickets import Failed, Listener, Ticket
 from mtp_runtime.batching.watch import Watch
-from mtp_runtime.events import Event, Finished, FinishReason
+from mtp_runtime.events import FinishReason
 from mtp_runtime.request import Request
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +36,6 @@ class Scheduler:
 
     Attributes:
         slots: answers at once.
-        batched: whether they share runs; on a backend without slots of its own they take turns instead.
         prefixes: states of texts that were read before.
     """
 
@@ -48,21 +49,22 @@ class Scheduler:
         """Nothing runs yet; see `start` and `step`.
 
         Raises:
-            RequestError: more slots than the bundle was built for.
+            RequestError: more slots than the bundle was built for, or `cache_rows` where slots share nothing.
         """
         options = options or BatchOptions()
         limits = model.engine.limits
         self.model, self._options, self._watch, self._clock = model, options, watch or Watch(), clock
         self.slots = limits.max_batch_size if options.slots is None else options.slots
-        sequences = model.engine.sequences(self.slots)
-        self.batched = isinstance(sequences, SlotSequences)
-        self._slots = sequences if isinstance(sequences, SlotSequences) else None
+        slots = model.engine.sequences(self.slots, options.cache_rows)
+        assert isinstance(slots, SlotSequences), "every backend runs its sequences in windows"
+        self._slots, self._room = slots, Room(slots, limits.max_draft_tokens + 1)
         budget = limits.prefill_chunk if options.prefill_budget is None else options.prefill_budget
         self._rounds = Rounds(self._slots, limits, budget)
-        self.prefixes = PrefixCache(options.prefix_bytes if self.batched else 0)
-        self._company = Company(model.auto, lambda: self.running)
+        self.prefixes = PrefixCache(options.prefix_bytes)
+        self._telling = Telling(self._watch)
+        self._company = Company(model.auto)
         self._waiting: list[Lane] = []
-        self._running: dict[int, tuple[Lane, SlotRun | None]] = {}
+        self._running: dict[int, tuple[Lane, SlotRun]] = {}
         self._orders = itertools.count()
         self._changed = threading.Condition()
         self._closing = self._dropping = False
@@ -92,6 +94,7 @@ class Scheduler:
                 f"draft_branches is {prepared.draft_branches}, but a tree takes several slots, which others may need; "
                 "leave it out, or use `mtp-run generate`."
             )
+        self._room.require(prepared)
         if timeout is not None and not timeout > 0:
             raise RequestError(f"the time limit is {timeout} seconds, expected more than 0, or none.")
         prepared = replace(prepared, decoding=prepared.decoding.seeded())
@@ -103,7 +106,7 @@ class Scheduler:
                 raise ClosedError("the server is shutting down; send the request to another one, or later.")
             self._options.check_room(prepared.decoding.completions, len(self._waiting), self._free(), self.slots)
             for index in range(prepared.decoding.completions):
-                self._waiting.append(Lane(ticket, index, next(self._orders), self._deliver))
+                self._waiting.append(Lane(ticket, index, next(self._orders), self._telling.deliver))
             self._watch.submitted(ticket)
             self._changed.notify()
         return ticket
@@ -146,8 +149,11 @@ class Scheduler:
             KeyboardInterrupt: it came while an answer ran, which has failed by it. Another step goes on with the rest.
         """
         self._drop(self._clock())
+        self._grow()
         self._admit()
+        self._company.gather(self.running)
         ended = self._rounds.run()
+        self._company.conclude(self._rounds.newest)
         for task in ended:
             self._ended(task)
         self._watch.round(self._rounds.widths, self)
@@ -172,7 +178,7 @@ class Scheduler:
                 lanes = [*self._waiting, *(lane for lane, _ in self._running.values())]
                 self._waiting, self._running = [], {}
             for lane in lanes:
-                self._tell(lane, Failed(RuntimeError(f"the scheduler failed: {error!r}"), lane.index))
+                self._telling.tell(lane, Failed(RuntimeError(f"the scheduler failed: {error!r}"), lane.index))
 
     def _notify(self) -> None:
         with self._changed:
@@ -198,58 +204,67 @@ class Scheduler:
             self._rounds.stop(lane.task)
             self._vacate(lane)
         for event in lane.give_up(reason):
-            self._deliver(lane, event)
+            self._telling.deliver(lane, event)
 
     def _admit(self) -> None:
         """Give free slots to who waits, the most urgent first; take one from who is less urgent if there is none."""
         while self._waiting:
             with self._changed:
                 lane = min(self._waiting, key=lambda one: one.urgency)
-            if not self._free() and not self._make_room(lane):
+            slot = self._place(lane)
+            if slot is None:
+                assert self._running, "a text that may be submitted has room where nobody else has any"
                 return
             with self._changed:
                 self._waiting.remove(lane)
             try:
-                self._enter(lane)
+                self._enter(lane, slot)
             except Exception as error:  # The request's own fault, or the engine's; others go on.
-                self._fail(lane, error)
+                self._room.give_back(slot)
+                self._telling.fail(lane, error)
 
-    def _make_room(self, lane: Lane) -> bool:
-        """Whether somebody of lower priority had to leave. What it has said so far is read again later."""
-        lower = [
-            (other, run)
-            for other, run in self._running.values()
-            if other.ticket.priority < lane.ticket.priority and run is not None and run.may_leave
-        ]
-        if not lower:
+    def _place(self, lane: Lane) -> int | None:
+        """A free slot and room for an answer in it, of those of lower priority if need be; None if it has to wait."""
+        while True:
+            slot = next((slot for slot in range(self.slots) if slot not in self._running), None)
+            if slot is not None and self._room.take(lane, slot):
+                return slot
+            if not self._drive_out(lambda other: other.ticket.priority < lane.ticket.priority):
+                return None
+
+    def _grow(self) -> None:
+        """Hold the rows of the next round, of the most urgent ones first; the least urgent ones leave for them."""
+        for slot, (lane, _) in sorted(self._running.items(), key=lambda item: item[1][0].urgency):
+            while lane.task is not None and not self._room.take(lane, slot):
+                left = self._drive_out(lambda other: True)
+                assert left, "who has to stay holds all that its prompt needs, so one that lacks room can leave itself"
+
+    def _drive_out(self, may_go: Callable[[Lane], bool]) -> bool:
+        """Whether somebody had to leave, the least urgent of those that may. What it said is read again later."""
+        leaving = [(lane, run) for lane, run in self._running.values() if may_go(lane) and run.may_leave]
+        if not leaving:
             return False
-        other, run = max(lower, key=lambda pair: pair[0].urgency)
-        assert other.task is not None
+        lane, run = max(leaving, key=lambda pair: pair[0].urgency)
+        assert lane.task is not None
         run.keep()
-        self._rounds.stop(other.task)
-        self._vacate(other)
-        other.restarted = True
+        self._rounds.stop(lane.task)
+        self._vacate(lane)
+        lane.restarted = True
         with self._changed:
-            self._waiting.append(other)
-        self._watch.preempted(other.ticket)
+            self._waiting.append(lane)
+        self._watch.preempted(lane.ticket)
         return True
 
-    def _enter(self, lane: Lane) -> None:
-        slot = next(slot for slot in range(self.slots) if slot not in self._running)
-        ticket, run = lane.ticket, None
-        asked, report = (ticket.prepared, ticket.request, lane.index), partial(self._drafter_failed, lane)
-        if self._slots is None:
-            lane.generation = self.model.completion(*asked)
-            lane.task = self._rounds.start(slot, lambda: take_turns(lane, report))
-        else:
-            if lane.generation is None:
-                lane.proxy = SlotProxy(self._slots, slot)
-                lane.generation = self.model.completion(*asked, lane.proxy)
-                self._company.join(lane.generation, ticket.prepared)
-            assert lane.proxy is not None
-            lane.proxy.move(slot)
-            run = SlotRun(lane, self._slots.window(slot, 1), lane.proxy, self.prefixes, report)
-            lane.task = self._rounds.start(slot, run.work)
+    def _enter(self, lane: Lane, slot: int) -> None:
+        ticket, report = lane.ticket, partial(self._telling.drafter_failed, lane)
+        if lane.generation is None:
+            lane.proxy = SlotProxy(self._slots, slot)
+            lane.generation = self.model.completion(ticket.prepared, ticket.request, lane.index, lane.proxy)
+            self._company.join(lane.generation, ticket.prepared)
+        assert lane.proxy is not None
+        lane.proxy.move(slot)
+        run = SlotRun(lane, self._slots.window(slot, 1), lane.proxy, self.prefixes, report)
+        lane.task = self._rounds.start(slot, run.work)
         self._running[slot] = (lane, run)
         self._watch.entered(ticket)
 
@@ -259,42 +274,12 @@ class Scheduler:
             return
         self._vacate(lane)
         if task.error is not None:
-            if self._slots is not None:
-                # As a gap between others it still runs, and what broke it would send each of them on a run alone.
-                self._slots.window(task.slot, 1).reset()
-            self._fail(lane, task.error)
+            # As a gap between others it still runs, and what broke it would send each of them on a run alone.
+            self._slots.window(task.slot, 1).reset()
+            self._telling.fail(lane, task.error)
 
     def _vacate(self, lane: Lane) -> None:
-        self._running = {slot: pair for slot, pair in self._running.items() if pair[0] is not lane}
+        slot = next(slot for slot, (other, _) in self._running.items() if other is lane)
+        del self._running[slot]
         lane.task = None
-
-    def _fail(self, lane: Lane, error: BaseException) -> None:
-        if not isinstance(error, MtpError):
-            _LOG.error("an answer failed", exc_info=error)
-        failure = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {error!r}")
-        self._watch.failed(lane.ticket, failure)
-        self._tell(lane, Failed(failure, lane.index))
-        # Nobody waits for its other answers.
-        lane.ticket.give_up()
-
-    def _drafter_failed(self, lane: Lane, error: Exception) -> None:
-        if lane.degraded:
-            return
-        lane.degraded = True
-        named = (lane.ticket.prepared.drafter, type(error).__name__, error)
-        _LOG.warning("the drafter %s failed, its answer goes on without drafts: %s: %s", *named)
-        self._watch.degraded(lane.ticket, error)
-
-    def _deliver(self, lane: Lane, event: Event) -> None:
-        if isinstance(event, Finished):
-            self._watch.finished(lane.ticket, event)
-        else:
-            self._watch.emitted(lane.ticket, event)
-        self._tell(lane, event)
-
-    def _tell(self, lane: Lane, told: Event | Failed) -> None:
-        try:
-            lane.ticket.tell(told)
-        except Exception:  # A listener is somebody else's code.
-            _LOG.exception("a listener failed; its request is given up")
-            lane.ticket.give_up()
+        self._room.give_back(slot)

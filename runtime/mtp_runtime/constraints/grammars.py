@@ -24,6 +24,8 @@ _JSON_SPACE = r" |\n[ \t]{0,20}"
 # But a tokenizer may normalise what it encodes, and then these tokens spell another text, which the grammar refuses.
 _TOP = {"name": "top", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: @answer'}
 _LONGEST_REASON = 300
+# How the engine begins to say that more must follow, and no token of the vocabulary can spell it.
+_NO_TOKEN = "NoExtension"
 
 
 class Vocabulary:
@@ -81,14 +83,29 @@ class Grammar:
             RequestError: the engine gave up.
         """
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if (failure := self.failure(matcher)) is not None:
+            raise RequestError(failure)
         if matcher.is_error():
-            if matcher.get_error().startswith("NoExtension"):  # More must follow, and no token can spell it.
-                return np.zeros(self.vocabulary.size, np.bool_)
-            raise RequestError(
-                f"{self.name} became too much for the grammar engine: {_one_line(matcher.get_error())}. Make it "
-                "simpler."
-            )
+            return np.zeros(self.vocabulary.size, np.bool_)
         return np.unpackbits(bits, count=self.vocabulary.size, bitorder="little").view(np.bool_)
+
+    def failure(self, matcher: LLMatcher) -> str | None:
+        """Why the engine gave up on a matcher, as a sentence for the request; None if it did not."""
+        if not matcher.is_error() or matcher.get_error().startswith(_NO_TOKEN):
+            return None
+        return _too_much(self.name, matcher.get_error())
+
+    def require_room(self) -> None:
+        """Take a token on trial, since the engine reads what can follow first of all only when one has come.
+
+        Raises:
+            RequestError: the engine gave up.
+        """
+        trial = self.matcher()
+        first = np.flatnonzero(self.followers(trial))[:1]
+        trial.try_consume_tokens(first.tolist())
+        if (failure := self.failure(trial)) is not None:
+            raise RequestError(failure)
 
 
 class Grammars:
@@ -135,6 +152,8 @@ class Grammars:
             raise RequestError(f"{asked.name} is not valid UTF-8 text; give it in UTF-8.") from error
         except (TypeError, ValueError) as error:
             failed, said, source, after = True, [str(error)], "", b""
+        if failed and "too big" in said[0]:
+            raise RequestError(_too_much(asked.name, said[0]))
         if failed:
             raise RequestError(f"{asked.name} was refused: {_one_line(said[0])}. Correct it.")
         # Errors of later tokens would hold a dump of the engine's state.
@@ -146,6 +165,7 @@ class Grammars:
             raise RequestError(
                 f"{asked.name} allows no text that this tokenizer can begin; allow at least one, such as an empty one."
             )
+        grammar.require_room()
         return grammar
 
 
@@ -155,8 +175,10 @@ def _source(asked: Asked) -> str:
         schema = {"type": "object"} if asked.name == "json_object" else asked.value
         answer = {"json_schema": _bounded(schema) if isinstance(schema, dict) else schema}
     elif asked.name == "choice":
+        # One terminal, which becomes one automaton: as alternatives of a rule each text would be followed by itself,
+        # and the engine follows 2,000 at most.
         texts = (json.dumps(text, ensure_ascii=False) for text in asked.value)
-        answer = {"lark_grammar": f"start: {' | '.join(texts)}"}
+        answer = {"lark_grammar": f"start: ANSWER\nANSWER: {' | '.join(texts)}"}
     else:
         answer = {"lark_grammar": asked.value if asked.name == "grammar" else _rule(asked.value)}
     return json.dumps({"grammars": [_TOP, {"name": "answer", **answer}]}, ensure_ascii=False, allow_nan=False)
@@ -177,8 +199,13 @@ def _rule(regex: str) -> str:
     return f"start: /{regex_to_lark(regex, '')}/"
 
 
+def _too_much(name: str, said: str) -> str:
+    return f"{name} is too much for the grammar engine: {_one_line(said)}. Make it smaller or simpler."
+
+
 def _one_line(said: str) -> str:
-    """What the engine said without the lines that quote the grammar and point into it, and without a full stop."""
+    """What the engine said without a trace, the lines that quote the grammar and point into it, and a full stop."""
+    said = said.partition("<backtrace>")[0]
     lines = [line for line in said.splitlines() if not re.match(r"\s*(\d+ \||\^+\s*$|<non-verbose/>)", line)]
     reason = " ".join(" ".join(lines).split()).rstrip(".")
     return reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + "…"

@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from mtp_engines.errors import RequestError
 from mtp_runtime.constraints.grammars import Grammar
 
 
@@ -18,6 +19,10 @@ class _Kind(Enum):
     TAKEN = "by the grammar"
     BEHIND = "the end, or behind it"
     FORBIDDEN = "by the grammar, or behind such a token"
+    FAILED = "what the engine gave up on, or behind it"
+
+
+_DEAD = (_Kind.FORBIDDEN, _Kind.FAILED)
 
 
 class TokenConstraint:
@@ -42,12 +47,13 @@ class TokenConstraint:
         self._steps: list[tuple[_Kind, int]] = []
         self._free = bytearray()
         self._waits = bool(grammar.after)
+        self._failure = ""
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer so far is one that the grammar asks for."""
         newest = self._newest
-        if self._waits or newest is _Kind.FORBIDDEN:
+        if self._waits or newest in _DEAD:
             return False
         return newest is _Kind.BEHIND or self._matcher.is_accepting()
 
@@ -73,6 +79,8 @@ class TokenConstraint:
         newest = self._newest
         if self._waits or newest is _Kind.BEHIND:
             return None
+        if newest is _Kind.FAILED:
+            raise RequestError(self._failure)
         mask = np.zeros(self._vocab_size, np.bool_)
         if newest is _Kind.FORBIDDEN:
             return mask
@@ -85,12 +93,12 @@ class TokenConstraint:
         return mask
 
     def admissible(self, draft: Sequence[int]) -> list[int]:
-        """The draft up to its first token that is not allowed."""
+        """The draft up to its first token that is not allowed, or that the engine gives up on."""
         kept = 0
         for token in draft:
             self.advance([token])
             kept += 1
-            if self._newest is _Kind.FORBIDDEN:
+            if self._newest in _DEAD:
                 self.roll_back(kept)
                 return list(draft[: kept - 1])
         self.roll_back(kept)
@@ -127,12 +135,15 @@ class TokenConstraint:
         if self._waits:
             self._read(token)
             return _Kind.FREE
-        if newest is _Kind.BEHIND or newest is _Kind.FORBIDDEN:
+        if newest is _Kind.BEHIND or newest in _DEAD:
             return newest
         if token in self._end_tokens and self._matcher.is_accepting():
             return _Kind.BEHIND
         if token < self._vocabulary.size and self._matcher.try_consume_tokens([token]) == 1:
             return _Kind.TAKEN
+        if (failure := self._grammar.failure(self._matcher)) is not None:
+            self._failure = failure
+            return _Kind.FAILED
         ended = not self._end_tokens and not self._matcher.is_error() and self.is_ended
         return _Kind.BEHIND if ended else _Kind.FORBIDDEN
 

@@ -12,6 +12,8 @@ from mtp_engines.errors import RequestError
 
 # A seed is one word of the generator's key.
 SEED_BITS = 64
+# Within these a float32 logit stays finite in float64, whatever is asked for together and however often a token came.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class SamplingOptions:
     """How the next token is drawn; the defaults change nothing and take the most probable one.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits; 0 is greedy. This and every number below that is no share has a greatest
+            value of 1e30, and where it divides a least one of 1e-30.
         top_k: keep this many most probable tokens; None keeps all.
         top_p: keep the fewest most probable tokens that hold this share of the probability; 1 keeps all.
         min_p: keep tokens at least this fraction as probable as the best one; 0 keeps all.
@@ -49,14 +52,14 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         """Check every value, and keep copies of the containers that nobody else can change."""
-        _number("temperature", self.temperature, 0.0, math.inf, "0 or more; 0 decodes greedily")
+        if self.temperature != 0 or isinstance(self.temperature, bool):
+            _number("temperature", self.temperature, _LEAST, _MOST, f"0 to decode greedily, or {_LEAST} to {_MOST}")
         _number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1; 1 keeps all tokens", above=True)
         _number("min_p", self.min_p, 0.0, 1.0, "0 to 1; 0 keeps all tokens")
-        _number(
-            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "more than 0; 1 changes nothing", above=True
-        )
+        divided = f"{_LEAST} to {_MOST}; 1 changes nothing"
+        _number("repetition_penalty", self.repetition_penalty, _LEAST, _MOST, divided)
         for name in ("frequency_penalty", "presence_penalty"):
-            _number(name, getattr(self, name), -math.inf, math.inf, "0 to change nothing")
+            _number(name, getattr(self, name), -_MOST, _MOST, f"{-_MOST} to {_MOST}; 0 changes nothing")
         if self.top_k is not None:
             _whole("top_k", self.top_k, 1, "1 or more; leave it out to keep all tokens")
         _whole("min_new_tokens", self.min_new_tokens, 0, "0 or more")
@@ -98,15 +101,22 @@ class SamplingOptions:
 
 
 def _number(name: str, value: Any, least: float, most: float, expected: str, *, above: bool = False) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # A whole number may have more digits than a float can hold, so it is compared as it is.
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not least <= value <= most or (above and value == least):
-        raise RequestError(f"{name} is {value!r}, expected a finite number, {expected}.")
+        raise RequestError(f"{name} is {_shown(value)}, expected a finite number, {expected}.")
 
 
 def _whole(name: str, value: Any, least: int, expected: str, most: int | None = None) -> None:
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
-        raise RequestError(f"{name} is {value!r}, expected a whole number, {expected}.")
+        raise RequestError(f"{name} is {_shown(value)}, expected a whole number, {expected}.")
+
+
+def _shown(value: Any) -> str:
+    # Python writes no whole number of more than 4,300 digits.
+    huge = isinstance(value, int) and value.bit_length() > 256
+    return f"a whole number of {value.bit_length()} bits" if huge else repr(value)
 
 
 def _bias(given: Any) -> dict[int, float]:
@@ -115,7 +125,8 @@ def _bias(given: Any) -> dict[int, float]:
     for token, value in given.items():
         _whole("a token id of logit_bias", token, 0, "0 or more")
         if value != -math.inf:
-            _number(f"logit_bias of token {token}", value, -math.inf, math.inf, "or minus infinity to ban the token")
+            banned = f"{-_MOST} to {_MOST}, or minus infinity to ban the token"
+            _number(f"logit_bias of token {token}", value, -_MOST, _MOST, banned)
     return {int(token): float(value) for token, value in given.items()}
 
 

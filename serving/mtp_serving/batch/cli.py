@@ -27,6 +27,7 @@ from mtp_serving.batch.files import Output, numbered_lines, require_same
 )
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="File of answers; continued if there.")
 @click.option("--slots", type=click.IntRange(min=1), help="Answers at once.  [default: as built]")
+@click.option("--cache-rows", type=click.IntRange(min=1), help="Of all answers together.  [default: every context]")
 @click.option("--max-new-tokens", default=DEFAULT_NEW_TOKENS, show_default=True, help="Where a line does not say.")
 @click.option("--draft-tokens", type=DraftTokensParameter(), help="Where a line does not say.  [default: 3]")
 @click.option("--chat", is_flag=True, help="Render prompts with the chat template.")
@@ -37,6 +38,7 @@ def batch(
     source: Path,
     output: Path,
     slots: int | None,
+    cache_rows: int | None,
     max_new_tokens: int,
     draft_tokens: DraftTokens | None,
     chat: bool,
@@ -59,7 +61,7 @@ def batch(
         model = open_model(
             bundle, engine, [request_from({**defaults, "prompt_ids": [0], "chat": False}, "the command line")]
         )
-        scheduler = Scheduler(model, BatchOptions(slots))
+        scheduler = Scheduler(model, BatchOptions(slots, cache_rows=cache_rows))
         scheduler.start()
         started, tokens = time.perf_counter(), 0
         try:

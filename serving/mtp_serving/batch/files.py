@@ -62,6 +62,8 @@ class Output:
             raise RequestError(f"{path} is no file. Give another --output.")
         if not path.parent.is_dir():
             raise RequestError(f"{path} cannot be written: there is no directory {path.parent}. Give another --output.")
+        # It stays behind: who removes it may take it from under another process that has opened it and locks it next,
+        # while a third one makes and locks a new one.
         self._lock = FileLock(f"{path}.lock", timeout=0)
         try:
             self._lock.acquire()

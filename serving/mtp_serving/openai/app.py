@@ -19,6 +19,7 @@ from mtp_serving.openai.answers import ClientGoneError
 from mtp_serving.openai.errors import ApiError, api_error_from, error_response
 from mtp_serving.openai.gate import Gate
 from mtp_serving.openai.operations import health_router, metrics_router, models_router
+from mtp_serving.openai.params import param_of
 from mtp_serving.openai.service import Service
 from mtp_serving.page.routes import page_router
 
@@ -85,7 +86,7 @@ def _refusal(errors: Sequence[dict[str, Any]]) -> ApiError:
         return ApiError(f"{place} is missing; give it.", place)
     said = _distinct(str(one["msg"]) for one in errors if _top(one["loc"]) == _top(first["loc"]))
     if not place:
-        return ApiError(f"{said}.")
+        return ApiError(f"{said}.", param_of(said))
     return ApiError(f"{place} is {_shown(first.get('input'))}: {said}.", _top(first["loc"]))
 
 

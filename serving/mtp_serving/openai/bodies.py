@@ -20,7 +20,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 # What clients send by default, and what changes no answer here.
 _IGNORED = ("user", "metadata", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key")
 # Known fields that this server cannot serve, with the values that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "echo": (False,),
     "best_of": (1,),
@@ -44,7 +44,7 @@ def _none_as_missing(value: Any) -> Any:
     if not isinstance(value, dict):
         raise PydanticCustomError("object", "expected a JSON object")
     kept = {name: given for name, given in value.items() if given is not None and name not in _IGNORED}
-    for name, neutral in _REFUSED.items():
+    for name, neutral in REFUSED.items():
         if name in kept and kept.pop(name) not in neutral:
             raise PydanticCustomError("unsupported", "{name} is not supported; leave it out", {"name": name})
     return kept

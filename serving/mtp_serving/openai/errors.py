@@ -68,4 +68,7 @@ def error_response(error: Exception) -> Response:
     headers = {"Retry-After": str(_RETRY_SECONDS)} if told.status in (429, 503) else {}
     if told.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if told.status == 408:
+        # Else what still comes of the body would keep the connection.
+        headers["Connection"] = "close"
     return json_response(told.body, told.status, headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 
@@ -18,7 +19,7 @@ _GUARDED = "/v1/"
 
 
 class Gate:
-    """Asks for the key, if there is one, refuses bodies that are too large, while they come too, and tells of bugs."""
+    """Asks for the key, if there is one, refuses bodies that are too large or too slow, and tells of bugs."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._options = app, options
@@ -66,18 +67,32 @@ class Gate:
         return None
 
     def _counted(self, receive: Receive) -> Receive:
-        """A body without a length, in chunks."""
-        read = 0
+        """A body as it comes, which may say nothing of its length; behind it only the end of the connection is told."""
+        read, whole = 0, False
+        until = asyncio.get_running_loop().time() + self._options.body_timeout
 
         async def counted() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, str(self._too_slow())) from error
+            whole = not message.get("more_body", False)
             read += len(message.get("body", b""))
             if read > self._options.max_body_bytes:
                 raise HTTPException(413, str(self._too_large()))
             return message
 
         return counted
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            f"the body did not come within {self._options.body_timeout:g} seconds, which is the most that this server "
+            "waits for it. Send it faster."
+        )
 
     def _too_large(self) -> ApiError:
         return ApiError(

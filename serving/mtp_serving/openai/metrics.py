@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mtp_runtime.batching.scheduler import Scheduler
@@ -16,12 +16,12 @@ from mtp_runtime.batching.tickets import Ticket
 from mtp_runtime.batching.watch import Busy, Watch
 from mtp_runtime.events import Emitted, Finished
 from mtp_runtime.stats import Stats
+from mtp_serving.latencies import BUCKETS_S
 
 PREFIX = "mtp:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout"}
 """How an answer ended -> the label `finished_reason`; `error` where it failed."""
-_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -80,12 +80,12 @@ class Metrics(Watch):
             "spec_decode_num_accepted_tokens_per_pos", "Tokens of drafts that were kept, by position.", "position"
         )
         self._chosen = made.counters("spec_decode_num_cycles", "Cycles by the K that was chosen.", "draft_tokens")
-        self._first = made.histogram("time_to_first_token_seconds", "From submission to the first token.", _LATENCIES)
+        self._first = made.histogram("time_to_first_token_seconds", "From submission to the first token.", BUCKETS_S)
         self._between = made.histogram(
-            "inter_token_latency_seconds", "Time between two deliveries over the tokens of the later one.", _LATENCIES
+            "inter_token_latency_seconds", "Time between two deliveries over the tokens of the later one.", BUCKETS_S
         )
-        self._whole = made.histogram("e2e_request_latency_seconds", "From submission to the end.", _LATENCIES)
-        self._queue = made.histogram("request_queue_time_seconds", "From submission to the first slot.", _LATENCIES)
+        self._whole = made.histogram("e2e_request_latency_seconds", "From submission to the end.", BUCKETS_S)
+        self._queue = made.histogram("request_queue_time_seconds", "From submission to the first slot.", BUCKETS_S)
         self._prompts = made.histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._sizes = made.histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._widths = made.histogram("batch_width", "Answers in a verify.", _WIDTHS)
@@ -107,7 +107,7 @@ class Metrics(Watch):
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self._made.registry)
+        return generate_latest(_Timeless(self._made.registry))
 
     def entered(self, ticket: Ticket) -> None:
         """An answer has a slot; one that left it comes again."""
@@ -167,6 +167,23 @@ class Metrics(Watch):
             self._by_position(str(position)).inc(kept)
         for chosen, cycles in stats.draft_tokens_chosen.items():
             self._chosen(str(chosen)).inc(cycles)
+
+
+class _Timeless(CollectorRegistry):
+    """Another registry without the times at which its counters were made, a second series for every one of them.
+
+    The library's own switch for these holds for the whole process, in which others may have metrics, too.
+    """
+
+    def __init__(self, inner: CollectorRegistry) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, made for this call."""
+        for family in self._inner.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 class _Prefixes(Collector):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from mtp_engines.errors import RequestError
 from mtp_runtime.api import Model
 from mtp_runtime.batching.scheduler import BatchOptions, ClosedError, QueueFullError, Scheduler
 from mtp_serving.openai.access import write_line
@@ -20,6 +21,7 @@ from mtp_serving.openai.errors import ApiError
 from mtp_serving.openai.mapping import Plan, refused_by_bundle, require_model, seconds_of
 from mtp_serving.openai.metrics import Metrics
 from mtp_serving.openai.options import ServeOptions
+from mtp_serving.openai.params import param_of
 
 Body = TypeVar("Body", bound=CommonBody)
 Planner = Callable[[Body, str, Model, ServeOptions], Plan]
@@ -95,10 +97,13 @@ class Service:
         identity, created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         answers = None
         try:
-            # Rendering and encoding take time, and must not stall what streams.
-            plan = await asyncio.to_thread(self._plan, body, identity, planner)
-            answers = Answers(body.n, len(plan.requests))
-            await asyncio.shield(asyncio.to_thread(self._submit, plan, body, answers))
+            try:
+                # Rendering and encoding take time, and must not stall what streams.
+                plan = await asyncio.to_thread(self._plan, body, identity, planner)
+                answers = Answers(body.n, len(plan.requests))
+                await asyncio.shield(asyncio.to_thread(self._submit, plan, body, answers))
+            except RequestError as error:
+                raise ApiError(str(error), param_of(str(error), body)) from error
             yield Exchange(identity, created, plan, answers)
         finally:
             self.under_way -= 1
@@ -111,7 +116,10 @@ class Service:
         plan = planner(body, identity, self.model, self.options)
         asked, most = body.n * len(plan.requests), self.scheduler.slots + self._max_queue
         if asked > most:
-            raise ApiError(f"the request asks for {asked} answers, and at most {most} may run and wait; ask for fewer.")
+            raise ApiError(
+                f"the request asks for {asked} answers, and at most {most} may run and wait; ask for fewer.",
+                "n" if len(plan.requests) == 1 else "prompt" if body.n == 1 else None,
+            )
         refused_by_bundle(plan, self.model)
         return plan
 

@@ -69,7 +69,10 @@ def _open(utils: Any, args: dict[str, str]) -> EngineLoop:
     labels = {"model": args["model_name"], "version": args["model_version"], "instance": args["model_instance_name"]}
     metrics = Metrics(utils, labels)
     batching = BatchOptions(
-        slots=settings.slots, max_queue=settings.max_queue, prefix_bytes=settings.prefix_cache_bytes
+        slots=settings.slots,
+        max_queue=settings.max_queue,
+        prefix_bytes=settings.prefix_cache_bytes,
+        cache_rows=settings.cache_rows,
     )
     return EngineLoop(utils, Scheduler(model, batching, metrics), metrics)
 

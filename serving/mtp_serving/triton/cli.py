@@ -33,6 +33,7 @@ def _gpus(context: click.Context, parameter: click.Parameter, text: str | None) 
     show_default=True,
     help="Memory for texts that were read before.",
 )
+@click.option("--cache-rows", type=click.IntRange(1), help="Of all answers together.  [default: every context]")
 @click.option(
     "--instances", type=click.IntRange(1), default=1, show_default=True, help="Processes, for each GPU if any."
 )
@@ -50,6 +51,7 @@ def triton(
     slots: int | None,
     max_queue: int,
     prefix_cache_bytes: int,
+    cache_rows: int | None,
     instances: int,
     gpus: tuple[int, ...],
     device: str | None,
@@ -57,5 +59,5 @@ def triton(
     threads: int,
 ) -> None:
     """Write a bundle as a model of Triton Inference Server into a model repository."""
-    settings = Settings(slots, max_queue, prefix_cache_bytes, threads, backend, device, instances, gpus)
+    settings = Settings(slots, max_queue, prefix_cache_bytes, threads, backend, device, instances, gpus, cache_rows)
     print(f"model: {write_repository(bundle, out, settings, name, link=link)}")

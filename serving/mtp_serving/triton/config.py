@@ -51,6 +51,7 @@ class Settings:
         backend, device: None takes what the bundle was built for.
         instances: on a CPU, or on each GPU.
         gpus: numbers of the GPUs that get instances; empty for all.
+        cache_rows: rows of the caches that the answers of an instance share; None has room for every whole context.
     """
 
     slots: int | None = None
@@ -61,13 +62,14 @@ class Settings:
     device: str | None = None
     instances: int = 1
     gpus: tuple[int, ...] = ()
+    cache_rows: int | None = None
 
     def place(self, manifest: Manifest) -> str:
         """`cpu` or `cuda`."""
         return self.device or (manifest.device if self.backend in (None, manifest.backend) else "cuda")
 
 
-_NUMBERS = ("slots", "max_queue", "prefix_cache_bytes", "threads")
+_NUMBERS = ("slots", "max_queue", "prefix_cache_bytes", "cache_rows", "threads")
 _WORDS = {"backend": BACKENDS, "device": DEVICES}
 
 
@@ -157,7 +159,7 @@ def _of_tensors(kind: str, given: Iterable[dict[str, Any]], expected: Iterable[T
 def _of_parameters(given: dict[str, str], manifest: Manifest) -> Iterator[str]:
     for name, value in given.items():
         if name in _NUMBERS:
-            least = 1 if name == "slots" else 0
+            least = 1 if name in ("slots", "cache_rows") else 0
             if not value.isdecimal() or int(value) < least:
                 yield f"parameter {name} is {value!r}, expected a whole number of at least {least}."
             elif name == "slots" and int(value) > manifest.limits.max_batch_size:

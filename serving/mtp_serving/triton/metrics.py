@@ -1,4 +1,4 @@
-"""Counters and gauges of one instance, for Triton's own metrics endpoint."""
+"""Counters, gauges and histograms of one instance, for Triton's own metrics endpoint."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from mtp_runtime.batching.tickets import Ticket
 from mtp_runtime.batching.watch import Busy, Watch
 from mtp_runtime.events import Emitted, Finished
+from mtp_serving.latencies import BUCKETS_S
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
@@ -35,6 +37,11 @@ GAUGES = {
     "mtp:batch_width": "Answers that shared the last round.",
     "mtp:prefix_cache_bytes": "Memory of the texts that were read before.",
 }
+FIRST, BETWEEN = "mtp:time_to_first_token_seconds", "mtp:inter_token_latency_seconds"
+HISTOGRAMS = {
+    FIRST: "From submission to the first token.",
+    BETWEEN: "Time between two deliveries over the tokens of the later one.",
+}
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -48,6 +55,9 @@ class Metrics(Watch):
         self._published: dict[Key, float] = {}
         self._families: dict[str, Any] = {}
         self._metrics: dict[Key, Any] = {}
+        # Of each answer that has said something, when that was.
+        self._newest: WeakKeyDictionary[Ticket, dict[int, float]] = WeakKeyDictionary()
+        self._observed: list[tuple[str, float]] = []
         self._due, self._works = 0.0, True
 
     def finished(self, ticket: Ticket, event: Finished) -> None:
@@ -67,8 +77,17 @@ class Metrics(Watch):
         self._due = 0.0
 
     def emitted(self, ticket: Ticket, event: Emitted) -> None:
-        """Count tokens."""
-        self._add("mtp:generation_tokens_total", len(event.token_ids))
+        """Count tokens, and note the time since the ones before."""
+        count, now, newest = len(event.token_ids), self._clock(), self._newest.setdefault(ticket, {})
+        if not count:
+            return
+        self._add("mtp:generation_tokens_total", count)
+        before, newest[event.index] = newest.get(event.index), now
+        if before is None:
+            self._observed.append((FIRST, now - ticket.submitted))
+        else:
+            # Once for all of them, where the HTTP server has it once for each: here each takes a message, too.
+            self._observed.append((BETWEEN, (now - before) / count))
 
     def preempted(self, ticket: Ticket) -> None:
         """Count it."""
@@ -107,9 +126,11 @@ class Metrics(Watch):
             for key, value in self._values.items():
                 if value != self._published.get(key, 0.0) or key not in self._metrics:
                     self._tell(key, value)
+            self._tell_observed()
         except Exception as error:
             _LOG.warning("this server takes no metrics, so none are published: %s", error)
             self._works = False
+            self._observed.clear()
 
     def close(self) -> None:
         """Let go of everything; metrics before their families, as the server wants it."""
@@ -121,16 +142,28 @@ class Metrics(Watch):
         self._values[key] = self._values.get(key, 0.0) + amount
 
     def _tell(self, key: Key, value: float) -> None:
+        kinds, counts = self._utils.MetricFamily, key[0] in COUNTERS
+        metric = self._metric(key, kinds.COUNTER if counts else kinds.GAUGE)
+        if counts:
+            metric.increment(value - self._published.get(key, 0.0))
+        else:
+            metric.set(value)
+        self._published[key] = value
+
+    def _tell_observed(self) -> None:
+        """One by one; older servers know no histograms, and tell of times no more than their own statistics do."""
+        observed, self._observed = self._observed, []
+        kind = getattr(self._utils.MetricFamily, "HISTOGRAM", None)
+        if kind is None:
+            return
+        for name, seconds in observed:
+            self._metric((name, ()), kind, buckets=list(BUCKETS_S)).observe(seconds)
+
+    def _metric(self, key: Key, kind: Any, **options: Any) -> Any:
         name, labels = key
-        counts = name in COUNTERS
         if name not in self._families:
-            kinds, text = self._utils.MetricFamily, (COUNTERS | GAUGES)[name]
-            kind = kinds.COUNTER if counts else kinds.GAUGE
+            text = (COUNTERS | GAUGES | HISTOGRAMS)[name]
             self._families[name] = self._utils.MetricFamily(name=name, description=text, kind=kind)
         if key not in self._metrics:
-            self._metrics[key] = self._families[name].Metric(labels=self._labels | dict(labels))
-        if counts:
-            self._metrics[key].increment(value - self._published.get(key, 0.0))
-        else:
-            self._metrics[key].set(value)
-        self._published[key] = value
+            self._metrics[key] = self._families[name].Metric(labels=self._labels | dict(labels), **options)
+        return self._metrics[key]

@@ -26,6 +26,7 @@ from tests.runtime.batching.parts import (
     PIECES,
     alone,
     drive,
+    is_exact,
     mixed,
     request,
     said,
@@ -39,7 +40,8 @@ from tests.support import build_bundle, refused
 def asked_of(name: str, model: Model, count: int, seed: int) -> list[Request]:
     """Mixed requests that a family can serve."""
     most, size = model.manifest.limits.max_draft_tokens, model.manifest.model.vocab_size
-    return mixed(count, seed=seed, size=size, most=most, text=name in ("hybrid", "full"))
+    text = name in ("hybrid", "full", "torch")
+    return mixed(count, seed=seed, size=size, most=most, text=text, exact=is_exact(model))
 
 
 class Widths(Watch):
@@ -52,11 +54,12 @@ class Widths(Watch):
         self.counts[len(widths)] += 1
 
 
-@pytest.mark.parametrize("prefix_bytes", [0, 1 << 24])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "prefix_bytes"), [*((name, size) for name in FAMILIES for size in (0, 1 << 24)), ("torch", 1 << 24)]
+)
 def test_mixed_requests_say_together_what_they_say_alone(name: str, prefix_bytes: int, families: Families) -> None:
     model, widths = families(name), Widths()
-    requests = asked_of(name, model, 24, seed=1)
+    requests = asked_of(name, model, 9 if name == "torch" else 24, seed=1)
     tickets = staggered(scheduler(model, widths, prefix_bytes=prefix_bytes), requests)
     reasons: set[str] = set()
     accepted = 0
@@ -65,6 +68,9 @@ def test_mixed_requests_say_together_what_they_say_alone(name: str, prefix_bytes
         reasons |= {end.finish_reason for end in finished}
         accepted += sum(end.stats.accepted for end in finished)
         assert [said(end) for end in finished] == alone(model, one), one
+        if name == "torch":
+            whole = [end.token_ids for end in model.complete_all(one)]
+            assert [end.token_ids for end in finished] == whole, "a backend's own cycles say the same"
     assert set(widths.counts) >= {1, 2, 3, 4}, "every width of a batch occurs"
     assert accepted > 10
     if name == "hybrid":

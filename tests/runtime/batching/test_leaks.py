@@ -79,7 +79,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
         return wrong_rows(self, draft_tokens)
 
     # Whoever collects records of failures keeps their frames, and all that is in them.
-    monkeypatch.setattr(logging.getLogger("mtp_runtime.batching.scheduler"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("mtp_runtime.batching.telling"), "disabled", True)
     monkeypatch.setattr(Generation, "prefill", prefill)
     monkeypatch.setattr(NgramDrafter, "propose", propose)
 

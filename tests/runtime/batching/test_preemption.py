@@ -12,7 +12,18 @@ from mtp_runtime.batching.feeding import LateDrafter
 from mtp_runtime.batching.tickets import Ticket
 from mtp_runtime.batching.watch import Watch
 from tests.runtime.batching.conftest import Families
-from tests.runtime.batching.parts import FAMILIES, Heard, alone, drive, mixed, request, said, scheduler, told_in
+from tests.runtime.batching.parts import (
+    FAMILIES,
+    Heard,
+    alone,
+    drive,
+    is_exact,
+    mixed,
+    request,
+    said,
+    scheduler,
+    told_in,
+)
 
 LONG = request(prompt_ids=[5, 6, 20] * 7, max_new_tokens=30, draft_tokens=3, ignore_eos=True)
 SHORT = request(id="short", prompt_ids=[9], max_new_tokens=2, draft_tokens=0, ignore_eos=True)
@@ -36,13 +47,16 @@ def named(name: str, **values: Any) -> Any:
     return request(id=name, prompt_ids=[7, 8], max_new_tokens=4, draft_tokens=0, ignore_eos=True, **values)
 
 
-@pytest.mark.parametrize("prefix_bytes", [0, 1 << 24])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "prefix_bytes"), [*((name, size) for name in FAMILIES for size in (0, 1 << 24)), ("torch", 1 << 24)]
+)
 def test_whoever_had_to_leave_says_the_same(name: str, prefix_bytes: int, families: Families) -> None:
     """One slot, taken from each request again and again, in its prompt, in its cycles, and at its end."""
     model = families(name)
     size, most = model.manifest.model.vocab_size, model.manifest.limits.max_draft_tokens
-    requests = mixed(16 if name == "hybrid" else 8, seed=5, size=size, most=most, text=name in ("hybrid", "full"))
+    count = {"hybrid": 16, "torch": 5}.get(name, 8)
+    text = name in ("hybrid", "full")
+    requests = mixed(count, seed=5, size=size, most=most, text=text, exact=is_exact(model))
     expected, left = [alone(model, one) for one in requests], 0
     for gap in (1, 3, 4) if name == "hybrid" else (3,):
         log = Log()

@@ -282,13 +282,50 @@ def test_an_engine_that_gave_up_on_a_draft_goes_on_without_it(monkeypatch: pytes
     monkeypatch.setattr(Grammar, "matcher", lambda self: _GivesUp(real(self)))
     matcher = constraint("regex", "(a|b|1)*")
     matcher.advance(ids("a", "1", "b", "1"))
-    assert matcher._newest is _Kind.FORBIDDEN
+    assert matcher._newest is _Kind.FAILED
+    assert not matcher.is_complete
     matcher.roll_back(2)
     assert allowed(matcher) == [*ids("a", "b", "ab", "1"), *ENDS]
+    assert matcher.admissible(ids("a", "b", "a")) == ids("a")
     matcher.advance(ids("a"))
     assert matcher.is_complete
-    with refused("regex became too much for the grammar engine: too many items.", error=RequestError):
-        made = grammar("regex", "a")
-        failed = made.matcher()
-        failed.try_consume_tokens(ids("b"))
+
+
+def test_an_engine_that_gives_up_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the token that it gave up on, and where it gives up on a mask; not as a text that is forbidden."""
+    real = Grammar.matcher
+    made = grammar("regex", "(a|b|1)*")
+    monkeypatch.setattr(Grammar, "matcher", lambda self: _GivesUp(real(self)))
+    matcher = TokenConstraint(made, ENDS, VOCAB)
+    matcher.advance(ids("a", "b"))
+    matcher.roll_back(0)
+    for _ in range(2):
+        with refused(
+            "regex is too much for the grammar engine: too many items.", "Make it smaller", error=RequestError
+        ):
+            allowed(matcher)
+        matcher.advance(ids("1"))
+        matcher.roll_back(1)
+    failed = made.matcher()
+    failed.try_consume_tokens(ids("b"))
+    with refused("regex is too much for the grammar engine: too many items.", error=RequestError):
         made.followers(failed)
+
+
+def test_a_choice_of_thousands_of_texts_is_one_like_any_other() -> None:
+    """As alternatives of a rule the engine would give up on more than 2,000 of them, as it does on a grammar's own."""
+    texts = ["1", *("a" * count + "b" for count in range(3000))]
+    matcher = constraint("choice", texts)
+    assert allowed(matcher) == ids("a", "b", "ab", "1")
+    matcher.advance(ids("a", "a", "ab"))
+    assert (allowed(matcher), matcher.is_complete) == ([*ENDS], True)
+    alternatives = " | ".join(f'"{text}"' for text in texts)
+    with refused("grammar is too much for the grammar engine", "max is 2000", "Make it smaller", error=RequestError):
+        grammar("grammar", f"start: {alternatives}")
+    assert grammar("grammar", f"start: ANSWER\nANSWER: {alternatives}").name == "grammar"
+
+
+def test_a_choice_that_is_too_large_for_the_engine_is_refused_when_it_is_asked_for() -> None:
+    texts = [f"a{number * 7919 % 1000003:x}{'ab' * (number % 7)}" for number in range(250_000)]
+    with refused("choice is too much for the grammar engine", "too big", "Make it smaller", error=RequestError):
+        grammar("choice", texts)

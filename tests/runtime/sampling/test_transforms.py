@@ -139,8 +139,27 @@ def test_the_largest_are_those_of_a_stable_sort() -> None:
 
 def test_a_tiny_temperature_is_greedy() -> None:
     row = np.random.default_rng(9).standard_normal(VOCAB).astype(np.float32)
-    law = law_from_logits(row, SamplingOptions(temperature=1e-320))
+    law = law_from_logits(row, SamplingOptions(temperature=1e-30))
     assert law.ids.tolist() == [int(row.argmax())]
+
+
+def test_no_numbers_that_are_taken_lead_out_of_float64() -> None:
+    """The borders of the options, all at once, on the largest logits that float32 has."""
+    row = np.linspace(-3.4e38, 3.4e38, VOCAB).astype(np.float32)
+    for sign in (-1, 1):
+        for penalty, temperature in ((1e30, 1e30), (1e30, 1e-30), (1e-30, 1e30), (1e-30, 1e-30)):
+            added = {"frequency_penalty": sign * 1e30, "presence_penalty": sign * 1e30}
+            bias = dict.fromkeys(range(VOCAB), sign * 1e30)
+            options = SamplingOptions(temperature, repetition_penalty=penalty, logit_bias=bias, **added)
+            law = target_law(row, context(OUTPUT * 1000), options)
+            assert np.isfinite(law.probabilities).all()
+
+
+def test_control_a_penalty_beyond_what_is_taken_leads_out_of_float64() -> None:
+    options = SamplingOptions()
+    object.__setattr__(options, "frequency_penalty", -1e308)
+    with np.errstate(over="ignore"), pytest.raises(NumericsError, match="infinite or not a number"):
+        target_law(np.zeros(VOCAB, np.float32), context(), options)
 
 
 def test_a_row_without_a_token_is_refused() -> None:

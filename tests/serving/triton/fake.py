@@ -69,7 +69,7 @@ class Response:
 class MetricFamily:
     """Metrics by their labels, kept in the class."""
 
-    COUNTER, GAUGE = "counter", "gauge"
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
     values: dict[str, dict[tuple[tuple[str, str], ...], float]]
 
     def __init__(self, name: str, description: str, kind: str) -> None:
@@ -77,7 +77,9 @@ class MetricFamily:
         assert description.endswith(".")
         self.values.setdefault(name, {})
 
-    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802
+        assert (buckets is not None) == (self.kind == MetricFamily.HISTOGRAM)
+        assert buckets is None or sorted(buckets) == buckets
         return Metric(self, tuple(sorted(labels.items())))
 
 
@@ -96,6 +98,12 @@ class Metric:
     def set(self, value: float) -> None:
         assert self._family.kind == MetricFamily.GAUGE
         self._family.values[self._family.name][self._key] = value
+
+    def observe(self, value: float) -> None:
+        """Counted; the values themselves are not kept."""
+        assert self._family.kind == MetricFamily.HISTOGRAM
+        assert value >= 0
+        self._family.values[self._family.name][self._key] += 1
 
 
 class Utils:

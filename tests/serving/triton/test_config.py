@@ -39,7 +39,7 @@ def as_json(text: str) -> Config:
     [
         Settings(),
         Settings(slots=2, max_queue=0, prefix_cache_bytes=0, threads=3, instances=2),
-        Settings(backend="torch", device="cpu"),
+        Settings(backend="torch", device="cpu", cache_rows=4096),
         Settings(backend="tensorrt", gpus=(0, 2), instances=2),
         Settings(device="cuda"),
     ],
@@ -59,7 +59,7 @@ def test_what_is_written_is_read_back_without_a_problem(chain: Path, settings: S
     assert tuple(group.gpus) == settings.gpus
     config = as_json(text_of(settings, manifest))
     assert problems(config, manifest) == []
-    kept = ("slots", "max_queue", "prefix_cache_bytes", "threads", "backend", "device")
+    kept = ("slots", "max_queue", "prefix_cache_bytes", "cache_rows", "threads", "backend", "device")
     assert [getattr(settings_from(config), name) for name in kept] == [getattr(settings, name) for name in kept]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mtp_runtime.request import Request
 from mtp_serving.triton.incoming import Delivery
-from tests.serving.triton.fake import TritonRequest, Utils, arguments, ask, loaded
+from tests.serving.triton.fake import MetricFamily, TritonRequest, Utils, arguments, ask, loaded
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "needs exactly one of prompt"),
@@ -94,6 +94,10 @@ def test_metrics_count_what_was_sent(chain: Path, tmp_path: Path) -> None:
     assert values[f"{prefix}accepted_tokens_per_pos_total"] == values[f"{prefix}accepted_tokens_total"]
     assert values[f"{prefix}drafts_total"] == sum(one["proposed_by_position"][0] for one in statistics)
     assert values["mtp:num_requests_running"] == values["mtp:num_requests_waiting"] == 0
+    assert values["mtp:time_to_first_token_seconds"] == 6
+    # One for each delivery behind the first; a row is one where nothing is drafted.
+    cycles = sum(one["cycles"] for one in statistics)
+    assert values["mtp:inter_token_latency_seconds"] == cycles + 7 - 1
     reasons = {
         dict(key)["finished_reason"]: value for key, value in _family(utils, "mtp:request_success_total").items()
     }
@@ -103,6 +107,21 @@ def test_metrics_count_what_was_sent(chain: Path, tmp_path: Path) -> None:
 
 def _family(utils: Utils, name: str) -> dict[tuple[tuple[str, str], ...], float]:
     return utils.MetricFamily.values[name]
+
+
+def test_a_server_without_histograms_has_everything_else(chain: Path, tmp_path: Path) -> None:
+    utils = Utils()
+    utils.MetricFamily = type("MetricFamily", (_Older,), {"values": {}})  # type: ignore[assignment]
+    with loaded(arguments(chain, tmp_path / "m"), utils) as model:
+        ask(model, TritonRequest(ids=[13], max_new_tokens=4))
+    assert set(utils.MetricFamily.values) >= {"mtp:generation_tokens_total", "mtp:num_requests_running"}
+    assert not [name for name in utils.MetricFamily.values if name.endswith("_seconds")]
+
+
+class _Older(MetricFamily):
+    """As before there were histograms."""
+
+    HISTOGRAM = None  # type: ignore[assignment]
 
 
 def test_a_server_without_metrics_serves(chain: Path, tmp_path: Path) -> None:

@@ -333,6 +333,14 @@ def test_metrics_follow_what_was_sent(server: Server) -> None:
     assert grown["mtp:request_success_total"] == 5
     drafted = sum(answer.statistics["stats"]["drafted"] for answer in answers.values())
     assert grown["mtp:spec_decode_num_draft_tokens_total"] == drafted > 0
+    assert grown["mtp:time_to_first_token_seconds_count"] == 5
+    responses = sum(answer.responses for answer in answers.values())
+    assert 0 < grown["mtp:inter_token_latency_seconds_count"] <= responses
+    for name in ("time_to_first_token", "inter_token_latency"):
+        seconds = grown[f"mtp:{name}_seconds_sum"] / grown[f"mtp:{name}_seconds_count"]
+        assert 0 < seconds < WAIT_S, "control: neither zeros nor milliseconds"
+        # Every bucket holds those before it, so all together hold a value as often as buckets end above it.
+        assert grown[f"mtp:{name}_seconds_bucket"] > grown[f"mtp:{name}_seconds_count"]
 
 
 def test_a_server_can_be_killed_and_started_again(

@@ -24,7 +24,7 @@ from mtp_tools.bench import machine
 from mtp_tools.bench.answers import head_of
 from mtp_tools.bench.cases import acceptances_from, branches_from, cases_of, require_served, widths_from
 from mtp_tools.bench.measuring import Measured, Plan, measure
-from mtp_tools.bench.plot import draw, require_matplotlib
+from mtp_tools.bench.plot import draw, require_drawable
 from mtp_tools.bench.prompts import Given, prompts_of
 from mtp_tools.bench.report import (
     Memory,
@@ -97,7 +97,7 @@ class Asked:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of forced drafts, made-up ids.")
 @click.option("--cpu-time", is_flag=True, help="Time on a CPU, not on the wall; needs --threads 1.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="File for one JSON line with everything.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="PNG of tokens/s over K.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Picture of tokens/s over K, .png or .svg.")
 @engine_options
 def bench(bundle: Path | None, json_file: Path | None, plot_file: Path | None, **asked: Any) -> None:
     """Measure plain decoding and every K in turn, on tokens that must agree."""
@@ -106,7 +106,7 @@ def bench(bundle: Path | None, json_file: Path | None, plot_file: Path | None, *
     if asked["cpu_time"] and asked["engine"].threads != 1:
         raise click.UsageError("--cpu-time adds up the time of all threads; give --threads 1 with it.")
     if plot_file is not None:
-        require_matplotlib()
+        require_drawable(plot_file)
     for option, file in (("--json", json_file), ("--plot", plot_file)):
         _require_place(option, file)
     result, rows = run_bench(Asked(find_bundle(bundle), **asked))

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mtp_engines.cores import physical_cores as physical_cores
+from mtp_engines.cores import read_cpuinfo as read_cpuinfo
 from mtp_runtime.timing import Clock
 
 BANDWIDTH_BYTES = 256 << 20
@@ -31,23 +33,6 @@ def instruction_sets(cpuinfo: str) -> dict[str, bool]:
     """Which sets that matter for matrix products the text of /proc/cpuinfo names."""
     flags = {word for line in cpuinfo.splitlines() if line.startswith("flags") for word in line.split()}
     return {name: flags.issuperset(needed) for name, needed in _INSTRUCTION_SETS.items()}
-
-
-def physical_cores(cpuinfo: str) -> int:
-    """Cores that the text of /proc/cpuinfo tells apart; processors where it names no cores."""
-    blocks = [dict(_field(line) for line in block.splitlines()) for block in cpuinfo.split("\n\n") if block.strip()]
-    cores = {(block["physical id"], block["core id"]) for block in blocks if "core id" in block}
-    return len(cores) or os.cpu_count() or 1
-
-
-def _field(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()
-
-
-def read_cpuinfo() -> str:
-    """The text of /proc/cpuinfo."""
-    return Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
 
 def available_cores() -> int:

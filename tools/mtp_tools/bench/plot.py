@@ -11,8 +11,20 @@ from mtp_runtime.request import AUTO
 from mtp_tools.bench.cases import PLAIN
 from mtp_tools.bench.summary import Row
 
+_SUFFIXES = (".png", ".svg")
 Line = tuple[list[int], list[float], list[float], list[float]]
 """Values of K, medians, and how far least and greatest are away from them."""
+
+
+def require_drawable(file: Path) -> None:
+    """Refuse before anything is measured.
+
+    Raises:
+        RequestError: it has the name of no picture that can be made, or matplotlib is not installed.
+    """
+    if file.suffix.lower() not in _SUFFIXES:
+        raise RequestError(f"--plot is {file}, expected a name that ends in {' or '.join(_SUFFIXES)}. Rename it.")
+    require_matplotlib()
 
 
 def require_matplotlib() -> None:
@@ -53,7 +65,7 @@ def levels_of(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Write a PNG.
+    """Write what the file's suffix says, a PNG or an SVG.
 
     Raises:
         RequestError: it cannot be written.
@@ -76,7 +88,7 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     axes.set_title(title)
     axes.legend()
     try:
-        figure.savefig(file, format="png", dpi=150)
+        figure.savefig(file, format=file.suffix.lower().removeprefix("."), dpi=150)
     except OSError as error:
         raise RequestError(f"{file} cannot be written: {error.strerror}. Choose another --plot.") from error
 

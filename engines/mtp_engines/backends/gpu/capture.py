@@ -12,6 +12,10 @@ DEVICE_LOCK = threading.RLock()
 one at a time, and engines share scratch memory. Threads take turns call by call, as their work would on one stream."""
 
 
+MOST_GRAPHS = 512
+"""Each takes memory; work beyond them runs eagerly."""
+
+
 class Captures:
     """Runs work eagerly the first time, captures it the second time, and replays it from then on.
 
@@ -35,7 +39,7 @@ class Captures:
         if not self.enabled:
             enqueue()
             return
-        if key not in self._seen:
+        if key not in self._seen or (key not in self._graphs and len(self._graphs) >= MOST_GRAPHS):
             enqueue()
             self._seen.add(key)  # Only now: a capture after a run that failed would have no warm-up.
             return

@@ -73,10 +73,10 @@ class Cycler:
         return Cycle(draft, [first + second for first, second in zip(emitted, again, strict=True)])
 
     def _once(self, draft_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-        newest = self._device.delta.newest
+        newest = self._device.delta.agreed()
         key = (self._drafting, self.redraft, draft_tokens, newest)
         self._device.captures.run(key, lambda: self._enqueue(draft_tokens, newest))
-        self._device.delta.newest = 1 - newest
+        self._device.delta.swap()
         # The one read of a cycle.
         result: npt.NDArray[np.int64] = self._results[draft_tokens].cpu().numpy()
         counts, draft, emitted = result[:, 0], result[:, 1 : 1 + draft_tokens], result[:, 1 + draft_tokens :]

@@ -1,20 +1,24 @@
-"""Everything that a batch of sequences holds on its device."""
+"""Everything that sequences hold on their device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from mtp_engines.backends.gpu.caches import CachePages, Caches, DenseCaches, PageTable
 from mtp_engines.backends.gpu.capture import Captures
 from mtp_engines.backends.gpu.executor import Executor, Graph
-from mtp_engines.backends.gpu.runs import HeadRows, HeadRun, TargetRun, Vocabulary
-from mtp_engines.backends.gpu.state import CachePages, Caches, DeltaStates, DenseCaches
+from mtp_engines.backends.gpu.runs import Buffers, HeadRows, HeadRun, TargetRun
+from mtp_engines.backends.gpu.scoring import Scoring
+from mtp_engines.backends.gpu.state import DeltaStates
 from mtp_engines.backends.gpu.widths import Widths
-from mtp_engines.contracts import names
+from mtp_engines.checks import refuse_cache_rows
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, ModelSpec
-from mtp_engines.engine import Choose
+from mtp_engines.engine import Choose, Floats, Ids
 from mtp_engines.errors import BundleError
 
 Tensor = torch.Tensor
@@ -35,38 +39,89 @@ class Setup:
     graphs: bool = True
 
 
-class Device:
-    """Pages, states and runs of one batch.
+@dataclass(frozen=True)
+class Memory:
+    """What is in a device's memory for some sequences.
 
-    Raises:
-        BundleError: the draft head has a form that these backends do not run yet.
+    Attributes:
+        pages, head_pages: caches of the target and of the draft head, if there is one.
+        delta: recurrent states.
     """
 
-    def __init__(self, setup: Setup, batch: int) -> None:
+    pages: Caches
+    head_pages: Caches | None
+    delta: DeltaStates
+
+    @classmethod
+    def empty(cls, setup: Setup, batch: int, cache_rows: int | None = None) -> Memory:
+        """For `batch` sequences, which share `cache_rows` rows of the caches, if that is not None.
+
+        Raises:
+            BundleError: the draft head has a form that these backends do not run yet.
+            RequestError: caches are not in pages, so that nothing can be shared.
+        """
         executor, spec, limits = setup.executor, setup.spec, setup.limits
-        self.executor, self.spec, self.limits, self.batch, self.widths = executor, spec, limits, batch, setup.widths
-        layers = {index: mixer for index, mixer in spec.cached_layers() if isinstance(mixer, AttentionSpec)}
-        caches = CachePages if executor.paged else DenseCaches
-        self.pages: Caches = caches(layers, limits, batch, executor.device, executor.cache_dtype)
-        self.delta = DeltaStates(spec, batch, setup.widths.widest, executor.device)
-        self.captures = Captures(executor.device, enabled=setup.graphs and executor.capturable)
-        self.head_pages: Caches | None = None
-        if spec.mtp is not None:
-            if spec.mtp.depth > 1:
-                raise BundleError(
-                    f"The draft head has {spec.mtp.depth} trained depths; the GPU backends run heads of one. Build the "
-                    "bundle with --no-mtp, or run it with --backend onnxruntime."
-                )
-            (mixer,) = (mixer for mixer in spec.head_mixers() if isinstance(mixer, AttentionSpec))
-            self.head_pages = caches({0: mixer}, limits, batch, executor.device, executor.cache_dtype)
+        if not executor.paged:
+            refuse_cache_rows(cache_rows)
+        # One table for target and head, whose rows lie at the same positions.
+        table = PageTable(limits, batch, executor.device, cache_rows) if executor.paged else None
+
+        def caches(layers: dict[int, AttentionSpec]) -> Caches:
+            if table is None:
+                return DenseCaches.empty(layers, limits, batch, executor.device, executor.cache_dtype)
+            return CachePages.empty(layers, limits, table, executor.cache_dtype)
+
+        head = _head_mixer(spec)
+        return cls(
+            caches({index: mixer for index, mixer in spec.cached_layers() if isinstance(mixer, AttentionSpec)}),
+            None if head is None else caches({0: head}),
+            DeltaStates.empty(spec, batch, setup.widths.widest, executor.device),
+        )
+
+    def window(self, start: int, stop: int) -> Memory:
+        """That of some of the sequences."""
+        head = None if self.head_pages is None else self.head_pages.window(start, stop)
+        return Memory(self.pages.window(start, stop), head, self.delta.window(start, stop))
+
+
+class Device:
+    """Memory of neighbouring sequences, and the runs over it."""
+
+    def __init__(self, setup: Setup, memory: Memory, whole: Device | None = None) -> None:
+        """Of all sequences of a batch, or of some of those of `whole`."""
+        self._setup = setup
+        self.executor, self.spec, self.limits, self.widths = setup.executor, setup.spec, setup.limits, setup.widths
+        self.pages, self.head_pages, self.delta = memory.pages, memory.head_pages, memory.delta
+        self.batch = len(memory.pages.lengths)
+        self._memory = memory
+        self.captures: Captures
+        if whole is None:
+            enabled = setup.graphs and setup.executor.capturable
+            self.captures = Captures(setup.executor.device, enabled=enabled)
+            self._buffers, self._scoring = Buffers(setup.executor), Scoring(setup.executor, setup.spec)
+        else:
+            self.captures, self._buffers, self._scoring = whole.captures, whole._buffers, whole._scoring
         self._targets: dict[int, TargetRun] = {}
         self._heads: dict[tuple[int, bool], HeadRun] = {}
-        self._vocabularies: dict[tuple[Graph, int, bool], Vocabulary] = {}
+        self._windows: dict[tuple[int, int], Device] = {}
+
+    @classmethod
+    def empty(cls, setup: Setup, batch: int, cache_rows: int | None = None) -> Device:
+        """Memory and runs for a batch; see `Memory.empty`."""
+        return cls(setup, Memory.empty(setup, batch, cache_rows))
+
+    def window(self, start: int, count: int) -> Device:
+        """Some of the sequences, in the same memory; what was bound and captured for them is kept."""
+        if count == self.batch:
+            return self
+        if (start, count) not in self._windows:
+            self._windows[start, count] = Device(self._setup, self._memory.window(start, start + count), self)
+        return self._windows[start, count]
 
     def target(self, width: int) -> TargetRun:
         """The backbone at a width."""
         if width not in self._targets:
-            self._targets[width] = TargetRun(self.executor, self.spec, self.pages, self.delta, width)
+            self._targets[width] = TargetRun(self._buffers, self.spec, self.pages, self.delta, width)
         return self._targets[width]
 
     def head(self, width: int, *, chained: bool = False) -> HeadRun:
@@ -74,32 +129,53 @@ class Device:
         assert self.head_pages is not None
         key = (width, chained)
         if key not in self._heads:
-            self._heads[key] = HeadRun(self.executor, self.spec, self.head_pages, width, chained=chained)
+            self._heads[key] = HeadRun(self._buffers, self.spec, self.head_pages, width, chained=chained)
         return self._heads[key]
+
+    def choices(self, hidden: Tensor, *, logits: bool) -> tuple[Ids, npt.NDArray[np.bool_], Floats | None]:
+        """On the host: choices of any number of rows, each at one width whatever their number.
+
+        Returns:
+            int64[batch, rows]; bool[batch, rows], which were numbers; and with `logits` what they were chosen from,
+            float32[batch, rows, vocab_size].
+        """
+        batch, rows, width = hidden.shape
+        ids = np.zeros((batch, rows), np.int64)
+        finite = np.ones((batch, rows), np.bool_)
+        scored = np.zeros((batch, rows, self.spec.vocab_size), np.float32) if logits else None
+        for start in range(0, rows, self.widths.widest):
+            part = hidden[:, start : start + self.widths.widest]
+            here, count = slice(start, start + part.shape[1]), part.shape[1]
+            wide = torch.zeros((batch, self.widths.fit(count), width), device=hidden.device)
+            wide[:, :count] = part
+            if scored is None:
+                chosen, numbers = self.choose(wide)
+            else:
+                chosen, numbers, scores = self.score(wide)
+                scored[:, here] = scores[:, :count].float().cpu().numpy()
+            ids[:, here], finite[:, here] = chosen[:, :count].cpu().numpy(), numbers[:, :count].cpu().numpy()
+        return ids, finite, scored
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The target's choices for float32[batch, rows, hidden_size], and which rows were numbers."""
-        return self._vocabulary("head", hidden).enqueue(hidden)
+        return self._scoring.choose("head", hidden)
 
     def score(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `choose`, and the logits they were chosen from, float32[batch, rows, vocab_size]."""
-        return self._scored("head", hidden)
+        return self._scoring.score("head", hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32[rows, vocab_size] for float32[rows, hidden_size], for tools."""
-        device = self.executor.device
-        out = torch.zeros((len(hidden), self.spec.vocab_size), device=device)
-        self.executor.bind("head", {names.HIDDEN: hidden.to(device)}, {names.LOGITS: out})()
-        return out
+        """float32[rows, vocab_size] for float32[rows, hidden_size]; for tools, not for the loop."""
+        return self._scoring.logits(hidden)
 
     def choose_draft(self, hidden: Tensor) -> Tensor:
         """int64[batch], the draft head's choice for float32[batch, 1, hidden_size]."""
-        ids, _ = self._vocabulary(self._draft_graph, hidden).enqueue(hidden)
+        ids, _ = self._scoring.choose(self._draft_graph, hidden)
         return ids[:, 0]
 
     def draw_draft(self, hidden: Tensor, choose: Choose) -> Tensor | None:
         """int64[batch], drafts that the host chooses; None if a logit was no number, or the host ends the draft."""
-        _, finite, logits = self._scored(self._draft_graph, hidden)
+        _, finite, logits = self._scoring.score(self._draft_graph, hidden)
         if not bool(finite.all()):
             return None
         ids = choose(logits[:, 0].float().cpu().numpy())
@@ -129,31 +205,29 @@ class Device:
         assert self.spec.mtp is not None
         return "draft_head" if self.spec.mtp.own_head else "head"
 
-    def _scored(self, graph: Graph, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        vocabulary = self._vocabulary(graph, hidden, scores=True)
-        ids, finite = vocabulary.enqueue(hidden)
-        assert vocabulary.logits is not None
-        return ids, finite, vocabulary.logits
-
-    def _vocabulary(self, graph: Graph, hidden: Tensor, *, scores: bool = False) -> Vocabulary:
-        """A vocabulary head over so many rows; with `scores` one that keeps the logits."""
-        batch, rows, width = hidden.shape
-        key = (graph, rows, scores)
-        if key not in self._vocabularies:
-            mtp, vocab_size = self.spec.mtp, self.spec.vocab_size
-            if graph == "draft_head" and mtp is not None and mtp.draft_vocab_size is not None:
-                vocab_size = mtp.draft_vocab_size
-            self._vocabularies[key] = Vocabulary(
-                self.executor, graph, (batch, rows), width, vocab_size if scores else None
-            )
-        return self._vocabularies[key]
-
     def reset(self) -> None:
         """Forget everything."""
         self.pages.reset()
         self.delta.reset()
         if self.head_pages is not None:
             self.head_pages.reset()
+
+
+def _head_mixer(spec: ModelSpec) -> AttentionSpec | None:
+    """The attention of the draft head, if there is a head.
+
+    Raises:
+        BundleError: it has several depths.
+    """
+    if spec.mtp is None:
+        return None
+    if spec.mtp.depth > 1:
+        raise BundleError(
+            f"The draft head has {spec.mtp.depth} trained depths; the GPU backends run heads of one. Build the "
+            "bundle with --no-mtp, or run it with --backend onnxruntime."
+        )
+    (mixer,) = (mixer for mixer in spec.head_mixers() if isinstance(mixer, AttentionSpec))
+    return mixer
 
 
 def rows_at(rows: HeadRows, places: Tensor) -> HeadRows:

@@ -81,24 +81,24 @@ class DeviceEngine:
         self.spec, self.limits = spec, limits
         self.numerics, self.runs_on = "near-tie", name_of(executor.device)
         self._setup = Setup(executor, spec, limits, widths, graphs)
-        self._idle: dict[int, list[Slot]] = {}
+        self._idle: dict[tuple[int, int | None], list[Slot]] = {}
 
-    def sequences(self, batch: int = 1) -> DeviceSequences:
-        """Fresh state for `batch` sequences that run together."""
+    def sequences(self, batch: int = 1, cache_rows: int | None = None) -> DeviceSequences:
+        """Fresh state for `batch` sequences, which share `cache_rows` rows of the caches, if that is not None."""
         if not 1 <= batch <= self.limits.max_batch_size:
             raise RequestError(
                 f"{batch} sequences were asked for at once, this bundle was built for 1 to "
                 f"{self.limits.max_batch_size}. Build it again with --max-batch-size {max(batch, 1)}."
             )
         with DEVICE_LOCK:
-            idle = self._idle.setdefault(batch, [])
+            idle = self._idle.setdefault((batch, cache_rows), [])
             if not idle:
                 # Their memory goes before more is taken.
                 for other in self._idle.values():
                     other.clear()
-            slot = idle.pop() if idle else Slot(self._setup, batch)
+            slot = idle.pop() if idle else Slot(self._setup, batch, cache_rows)
             slot.clear()
-        sequences = DeviceSequences(self._setup, slot)
+        sequences = DeviceSequences(slot)
         # Graphs are captured for a slot's own memory; a request that had to capture its own would wait for them.
         weakref.finalize(sequences, idle.append, slot)
         return sequences

@@ -26,7 +26,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page_size: int, batch: int, max_pages: int) -> None:
-        self.page_size = page_size
+        self.pages, self.page_size = pages, page_size
         self.table: npt.NDArray[np.int32] = np.full((batch, max_pages), NO_PAGE, np.int32)
         self._free = list(range(pages - 1, -1, -1))
 
@@ -35,18 +35,25 @@ class PagePool:
         """Pages that no sequence holds."""
         return len(self._free)
 
+    def held(self, sequence: int) -> int:
+        """Pages of a sequence."""
+        return int((self.table[sequence] != NO_PAGE).sum())
+
+    def fits(self, sequence: int, rows: int) -> bool:
+        """Whether a sequence can have pages for its first `rows` rows."""
+        wanted = -(-rows // self.page_size)
+        return wanted - self.held(sequence) <= self.free and wanted <= self.table.shape[1]
+
     def reserve(self, sequence: int, rows: int) -> bool:
         """Give a sequence pages for its first `rows` rows; True if the table changed.
 
         Raises:
             ContractError: the pool has not enough pages left, or the table not enough columns.
         """
-        held = int((self.table[sequence] != NO_PAGE).sum())
-        wanted = -(-rows // self.page_size)
-        missing = wanted - held
-        if missing <= 0:
+        held, wanted = self.held(sequence), -(-rows // self.page_size)
+        if wanted <= held:
             return False
-        if missing > self.free or wanted > self.table.shape[1]:
+        if not self.fits(sequence, rows):
             raise ContractError(
                 f"Sequence {sequence} needs {wanted} pages of {self.page_size} rows, holds {held}, and the pool has "
                 f"{self.free} left. Build the bundle with a larger --max-model-len, or run fewer sequences."

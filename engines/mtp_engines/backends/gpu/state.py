@@ -1,206 +1,120 @@
-"""The state of a batch on a device: pages, recurrent states, and the rows that wait for a decision."""
+"""Recurrent states of a batch on a device, and the rows that wait for a decision."""
 
 from __future__ import annotations
-
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mtp_engines.backends.gpu.pages import PAGE_SIZE, PagePool, page_columns
+from mtp_engines.backends.gpu.parts import Part
 from mtp_engines.contracts import names
-from mtp_engines.contracts.manifest import Limits
-from mtp_engines.contracts.model import AttentionSpec, ModelSpec
-from mtp_engines.errors import ContractError
+from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.lowering.commit import factor_shapes
 
 Tensor = torch.Tensor
-
-
-class Caches(Protocol):
-    """The caches of some attention layers, and one length for each sequence."""
-
-    lengths: Tensor
-    """int32[batch], on the device."""
-
-    def reserve(self, rows: npt.NDArray[np.int64]) -> None:
-        """Make room for the first rows[b] rows of each sequence.
-
-        Raises:
-            ContractError: there is none.
-        """
-
-    def feeds(self) -> dict[str, Tensor]:
-        """Inputs of a graph."""
-
-    def into(self) -> dict[str, Tensor]:
-        """Outputs of a graph, in place."""
-
-    def positions(self, lengths: Tensor, rows: int) -> Tensor:
-        """int64[batch, rows]; padding behind the context stays inside the rotary tables."""
-
-    def snapshot(self, sequence: int, length: int) -> dict[str, npt.NDArray[Any]]:
-        """The rows of one sequence, float32[heads, length, width] by name."""
-
-    def reset(self) -> None:
-        """Forget every row."""
-
-
-class CachePages:
-    """Pages of some attention layers: one table, one length for each sequence, a pool of pages for each cache."""
-
-    def __init__(
-        self, layers: dict[int, AttentionSpec], limits: Limits, batch: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        columns = page_columns(limits)
-        self.pool = PagePool(batch * columns, PAGE_SIZE, batch, columns)
-        self.table = torch.full((batch, columns), -1, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self._last_position = limits.capacity - 1
-        self._layers = layers
-        self.tensors: dict[str, Tensor] = {}
-        for index, mixer in layers.items():
-            shape = (batch * columns, PAGE_SIZE, mixer.num_kv_heads, mixer.head_dim)
-            for name in (names.past_key(index), names.past_value(index)):
-                self.tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
-
-    def reserve(self, rows: npt.NDArray[np.int64]) -> None:
-        """Make room for the first rows[b] rows of each sequence."""
-        changed = [self.pool.reserve(sequence, int(count)) for sequence, count in enumerate(rows)]
-        if any(changed):
-            self.table.copy_(torch.from_numpy(self.pool.table))
-
-    def feeds(self) -> dict[str, Tensor]:
-        """Inputs of a graph."""
-        return self.tensors | {names.BLOCK_TABLE: self.table}
-
-    def into(self) -> dict[str, Tensor]:
-        """Outputs of a graph, in place."""
-        return _presents(self.tensors)
-
-    def positions(self, lengths: Tensor, rows: int) -> Tensor:
-        """int64[batch, rows]; padding behind the context stays inside the rotary tables."""
-        return _positions(lengths, rows, self._last_position)
-
-    def snapshot(self, sequence: int, length: int) -> dict[str, npt.NDArray[Any]]:
-        """The rows of one sequence, float32[heads, length, width] by name."""
-        pages = torch.from_numpy(self.pool.table[sequence]).long()
-        pages = pages[: -(-length // PAGE_SIZE)].to(self.lengths.device)
-        return {
-            name: tensor[pages].flatten(0, 1)[:length].transpose(0, 1).float().cpu().numpy().copy()
-            for name, tensor in self.tensors.items()
-        }
-
-    def reset(self) -> None:
-        """Give back every page."""
-        for sequence in range(len(self.pool.table)):
-            self.pool.release(sequence)
-        self.table.fill_(-1)
-        self.lengths.zero_()
-
-
-class DenseCaches:
-    """Caches with the same number of rows for every sequence, for kernels that know no pages."""
-
-    def __init__(
-        self, layers: dict[int, AttentionSpec], limits: Limits, batch: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self._capacity, self._last_position = _room(limits), limits.capacity - 1
-        self.tensors: dict[str, Tensor] = {}
-        for index, mixer in layers.items():
-            shape = (batch, mixer.num_kv_heads, self._capacity, mixer.head_dim)
-            for name in (names.past_key(index), names.past_value(index)):
-                self.tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
-
-    def reserve(self, rows: npt.NDArray[np.int64]) -> None:
-        """Check that the first rows[b] rows of each sequence have room.
-
-        Raises:
-            ContractError: they have none.
-        """
-        if rows.max() > self._capacity:
-            raise ContractError(
-                f"Sequence {int(rows.argmax())} needs {int(rows.max())} rows, and its caches have {self._capacity}. "
-                "Build the bundle with a larger --max-model-len."
-            )
-
-    def feeds(self) -> dict[str, Tensor]:
-        """Inputs of a graph."""
-        return dict(self.tensors)
-
-    def into(self) -> dict[str, Tensor]:
-        """Outputs of a graph, in place."""
-        return _presents(self.tensors)
-
-    def positions(self, lengths: Tensor, rows: int) -> Tensor:
-        """int64[batch, rows]; padding behind the context stays inside the rotary tables."""
-        return _positions(lengths, rows, self._last_position)
-
-    def snapshot(self, sequence: int, length: int) -> dict[str, npt.NDArray[Any]]:
-        """The rows of one sequence, float32[heads, length, width] by name."""
-        rows = {name: tensor[sequence, :, :length] for name, tensor in self.tensors.items()}
-        return {name: tensor.float().cpu().numpy().copy() for name, tensor in rows.items()}
-
-    def reset(self) -> None:
-        """Forget every row; their length says what counts."""
-        self.lengths.zero_()
-
-
-def _room(limits: Limits) -> int:
-    """Rows of a sequence: its context, and the padding of a chunk of a prompt behind it."""
-    return limits.capacity + limits.prefill_chunk
-
-
-def _presents(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.replace("past_key_values", "present"): tensor for name, tensor in tensors.items()}
-
-
-def _positions(lengths: Tensor, rows: int, last: int) -> Tensor:
-    steps = torch.arange(rows, device=lengths.device)
-    return (lengths[:, None] + steps).to(torch.int64).clamp_max(last)
+Tensors = dict[str, Tensor]
 
 
 class DeltaStates:
     """Recurrent and convolution states, and two sets of staged rows that change places with every call.
 
     A call commits the first `accepted` rows of the set that the last one left, so that a state is read and
-    written once a cycle and taking rows back costs nothing.
+    written once a cycle and taking rows back costs nothing. Each sequence has a newest set of its own, since not all
+    of them run together.
+
+    Attributes:
+        states: float32[batch, ...] by input name.
+        staged: the two sets, float32[batch, staged_rows, ...] by layer and name.
+        accepted: int32[batch], rows of the newest set that are not in the states yet.
     """
 
-    def __init__(self, spec: ModelSpec, batch: int, staged_rows: int, device: torch.device) -> None:
-        self._layers = dict(spec.delta_layers())
-        self.accepted = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.states: dict[str, Tensor] = {}
-        self.staged: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self.newest = 0
-        """The set that holds the rows of the last call."""
-        for index, mixer in self._layers.items():
+    def __init__(
+        self,
+        states: Tensors,
+        staged: tuple[Tensors, Tensors],
+        accepted: Tensor,
+        newest: npt.NDArray[np.int8],
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        """Sequences `start` to `stop` of the given ones; `newest` is the set of the last call, of each."""
+        self._whole = states, staged, accepted, newest
+        self._start, self._stop = start, len(newest) if stop is None else stop
+        self._newest = newest[self._start : self._stop]
+        self._accepted = self._part(accepted)
+        self._states = {name: self._part(tensor) for name, tensor in states.items()}
+        self._staged = tuple({name: self._part(rows) for name, rows in buffers.items()} for buffers in staged)
+        self.accepted = self._accepted.view
+        self.states = {name: part.view for name, part in self._states.items()}
+        self.staged = tuple({name: part.view for name, part in parts.items()} for parts in self._staged)
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, batch: int, staged_rows: int, device: torch.device) -> DeltaStates:
+        """Memory for `batch` sequences."""
+        states: Tensors = {}
+        staged: tuple[Tensors, Tensors] = ({}, {})
+        for index, mixer in spec.delta_layers():
             conv = (batch, mixer.conv_kernel - 1, mixer.conv_width)
             recurrent = (batch, mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim)
-            self.states[names.past_conv(index)] = torch.zeros(conv, device=device)
-            self.states[names.past_recurrent(index)] = torch.zeros(recurrent, device=device)
-            for buffers in self.staged:
+            states[names.past_conv(index)] = torch.zeros(conv, device=device)
+            states[names.past_recurrent(index)] = torch.zeros(recurrent, device=device)
+            for buffers in staged:
                 for name, shape in factor_shapes(mixer).items():
                     buffers[f"{index}.{name}"] = torch.zeros((batch, staged_rows, *shape), device=device)
+        return cls(states, staged, torch.zeros(batch, dtype=torch.int32, device=device), np.zeros(batch, np.int8))
 
-    def feeds(self, newest: int) -> dict[str, Tensor]:
+    def window(self, start: int, stop: int) -> DeltaStates:
+        """Those of some of the sequences, in the same memory."""
+        return DeltaStates(*self._whole, self._start + start, self._start + stop)
+
+    def agreed(self) -> int:
+        """The set with the rows of the last call of every sequence; where they disagree, the fewer ones are copied.
+
+        They disagree only if they did not run together before. Not for a graph that is captured.
+        """
+        newest = int(self._newest[0])
+        if (self._newest != newest).any():
+            newest = int(2 * int(self._newest.sum()) > len(self._newest))
+            for sequence in np.flatnonzero(self._newest != newest).tolist():
+                for name, rows in self.staged[newest].items():
+                    rows[sequence] = self.staged[1 - newest][name][sequence]
+            self._newest[:] = newest
+        return newest
+
+    def swap(self) -> None:
+        """The rows of this call are the newest of every sequence."""
+        self._newest ^= 1
+
+    def load(self, newest: int) -> None:
+        """Before a run with the set `newest`."""
+        for part in (self._accepted, *self._states.values(), *self._staged[newest].values()):
+            part.load()
+
+    def store(self, newest: int) -> None:
+        """After it."""
+        for part in (*self._states.values(), *self._staged[1 - newest].values()):
+            part.store()
+
+    def feeds(self, newest: int) -> Tensors:
         """Inputs of a graph when the set `newest` holds the rows of the last call."""
-        staged = {f"staged.{name}": rows for name, rows in self.staged[newest].items()}
-        return self.states | staged | {names.ACCEPTED_ROWS: self.accepted}
+        states = {name: part.bound for name, part in self._states.items()}
+        staged = {f"staged.{name}": part.bound for name, part in self._staged[newest].items()}
+        return states | staged | {names.ACCEPTED_ROWS: self._accepted.bound}
 
-    def into(self, newest: int) -> dict[str, Tensor]:
+    def into(self, newest: int) -> Tensors:
         """Outputs of the same graph: the states in place, the new rows in the other set."""
-        states = {name.replace("past", "present"): state for name, state in self.states.items()}
-        return states | {f"next.{name}": rows for name, rows in self.staged[1 - newest].items()}
+        states = {name.replace("past", "present"): part.bound for name, part in self._states.items()}
+        return states | {f"next.{name}": part.bound for name, part in self._staged[1 - newest].items()}
 
-    def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """The states of one sequence by name; rows that are accepted and not yet in them are left out."""
-        return {name: state[sequence].cpu().numpy().copy() for name, state in self.states.items()}
+    def of(self, sequence: int) -> Tensors:
+        """Views of the states of one sequence by name; rows that are accepted and not yet in them are left out."""
+        return {name: state[sequence] for name, state in self.states.items()}
 
     def reset(self) -> None:
         """No rows and no state."""
         self.accepted.zero_()
         for state in self.states.values():
             state.zero_()
+
+    def _part(self, whole: Tensor) -> Part:
+        return Part(whole, self._start, self._stop)

@@ -9,8 +9,10 @@ import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.sequences import CpuSequences
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions, load_graph, open_session
+from mtp_engines.checks import refuse_cache_rows
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.cores import physical_cores, read_cpuinfo
 from mtp_engines.errors import RequestError
 from mtp_engines.lowering.commit import commit_model
 from mtp_engines.lowering.heads import head_model, without_head
@@ -53,18 +55,22 @@ class CpuEngine:
         def session(model: ir.Model) -> ort.InferenceSession:
             return open_session(model, backbone.parent, threads=threads)
 
+        def lowered(path: Path) -> ir.Model:
+            return lower(without_head(load_graph(path)), threads=threads or physical_cores(read_cpuinfo()))
+
         # The head first: its matrix is the largest, and while it is packed it is in memory twice.
         head = session(head_model(load_graph(backbone)))
         self.sessions = Sessions(
-            backbone=session(lower(without_head(load_graph(backbone)))),
+            backbone=session(lowered(backbone)),
             head=head,
             commit=session(commit_model(spec)) if any(spec.delta_layers()) else None,
-            mtp=tuple(session(lower(without_head(load_graph(path)))) for path in mtp),
+            mtp=tuple(session(lowered(path)) for path in mtp),
             draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,
         )
 
-    def sequences(self, batch: int = 1) -> CpuSequences:
-        """Fresh state for `batch` sequences that run together."""
+    def sequences(self, batch: int = 1, cache_rows: int | None = None) -> CpuSequences:
+        """Fresh state for `batch` sequences that run together; each has a cache of its own."""
+        refuse_cache_rows(cache_rows)
         if not 1 <= batch <= self.limits.max_batch_size:
             raise RequestError(
                 f"{batch} sequences were asked for at once, this bundle was built for 1 to "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,11 @@ def dtype_of(dtype: ir.DataType | None) -> torch.dtype:
 
 def tensor_of(value: ir.TensorProtocol) -> torch.Tensor:
     """A copy of a constant, on the host."""
-    array = value.numpy()
+    return tensor_of_array(value.numpy())
+
+
+def tensor_of_array(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A copy of an array, on the host."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(np.array(array.view(np.uint16))).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
@@ -36,6 +42,14 @@ def array_of(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     """A copy as a float32 array, on the host."""
     array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy().copy()
     return array
+
+
+def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A copy of the same type, on the host."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).cpu().numpy().copy().view(ml_dtypes.bfloat16)
+    return tensor.cpu().numpy().copy()
 
 
 def name_of(device: torch.device) -> str:
