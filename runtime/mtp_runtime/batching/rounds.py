@@ -46,15 +46,12 @@ class Rounds:
 
     def __init__(
         self,
-        slots: SlotSequences | None,
+        slots: SlotSequences,
         limits: Limits,
         prefill_budget: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Without slots tasks may only ask for turns.
-
-        `prefill_budget` is the most rows of prompts a round, but for one chunk, which always may run.
-        """
+        """`prefill_budget` is the most rows of prompts a round, but for one chunk, which always may run."""
         self._slots, self._budget, self._clock = slots, prefill_budget, clock
         self._narrow = limits.max_draft_tokens + 1
         self.tasks: list[Task] = []
@@ -226,7 +223,6 @@ class Rounds:
         return self._window_of(task.slot, 1)
 
     def _window_of(self, first: int, count: int) -> SlotSequences:
-        assert self._slots is not None, "without slots tasks may only ask for turns"
         return self._slots.window(first, count)
 
 

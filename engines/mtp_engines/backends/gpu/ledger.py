@@ -15,7 +15,7 @@ class Ledger:
     Attributes:
         lengths, head_lengths: int64[batch], committed rows of the target, and rows of the head.
         waiting: rows are committed that are not in the states yet.
-        whole: rows of a prompt are in the states already and not committed.
+        unkept: rows of a prompt are in the states already and not committed.
         broken: a call failed half-way, with a part of its work done.
         staged: first sequence, count and rows of the newest verify, until it is committed.
         begun: whole cycles may follow.
@@ -24,7 +24,7 @@ class Ledger:
     def __init__(self, batch: int) -> None:
         self.lengths: Ids = np.zeros(batch, np.int64)
         self.head_lengths: Ids = np.zeros(batch, np.int64)
-        self.waiting, self.whole, self.broken = (np.zeros(batch, np.bool_) for _ in range(3))
+        self.waiting, self.unkept, self.broken = (np.zeros(batch, np.bool_) for _ in range(3))
         self.staged: tuple[int, int, int] | None = None
         self.begun = False
         self.lock = threading.Lock()

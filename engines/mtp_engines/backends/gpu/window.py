@@ -38,7 +38,7 @@ class DeviceWindow:
         mine = slice(start, start + count)
         self.lengths: Ids = ledger.lengths[mine]
         self._head_lengths: Ids = ledger.head_lengths[mine]
-        self._waiting, self._unkept, self._broken = ledger.waiting[mine], ledger.whole[mine], ledger.broken[mine]
+        self._waiting, self._unkept, self._broken = ledger.waiting[mine], ledger.unkept[mine], ledger.broken[mine]
         self.pool_rows = device.pages.most_rows
 
     @torch.inference_mode()
