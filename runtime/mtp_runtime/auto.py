@@ -14,7 +14,7 @@ from mtp_engines.cost_cache import costs_of
 from mtp_engines.costs import CycleCosts
 from mtp_engines.engine import Engine
 from mtp_runtime.drafters.registry import base_of
-from mtp_runtime.policy import AutoPolicy
+from mtp_runtime.policy import AutoPolicy, Tuning
 
 _TRUST = 8.0
 """Drafts of the build's short text that weigh as much as the expectation without it."""
@@ -45,6 +45,7 @@ class Auto:
         whole: bool = False,
         measured: bool = True,
         together: Callable[[], CycleCosts] | None = None,
+        tuning: Tuning | None = None,
     ) -> AutoPolicy:
         """A policy for one generation.
 
@@ -52,13 +53,13 @@ class Auto:
             drafter: its name; a lookup before it is taken to cost what the drafter behind it does.
             whole: the backend's own cycles run.
             measured: expect the acceptance that the build measured, where it did.
-            together: see `AutoPolicy`.
+            together, tuning: see `AutoPolicy`.
         """
         base = base_of(drafter)
         waiting = 0 if whole else min(prompt_tokens, self._target.engine.limits.prefill_chunk)
         own = base not in ("ngram", "draft-model")
         prior = expected_acceptance(self._target.bundle.manifest) if own and measured else None
-        return AutoPolicy(self.costs(drafter, whole=whole), waiting, prior, together=together)
+        return AutoPolicy(self.costs(drafter, whole=whole), waiting, prior, tuning, together)
 
     def measure(self, answers: int) -> None:
         """Measure, or read, the costs of 1, 2, 4, ... answers that run together, up to a number of them."""

@@ -17,6 +17,7 @@ from mtp_runtime.trees.options import choose_branches
 from mtp_runtime.verification import VerifyMode
 
 MOST_STOPS, LONGEST_STOP = 64, 1000
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 4096, 64
 """Stop texts of a request, and characters of one."""
 _OPTIONS = tuple(field.name for field in fields(SamplingOptions) if field.name not in ("logit_bias", "bad_words"))
 """Options that a request has under the same name and in the same form."""
@@ -70,6 +71,7 @@ def check(
     if request.max_new_tokens < 0:
         raise RequestError(f"max_new_tokens is {request.max_new_tokens}, expected at least 0.")
     _require_stops(request.stops)
+    _require_bad_words(bad_words)
     room = _room(prompt, manifest)
     drafter = choose_drafter(request.drafter, manifest.model, has_draft_model)
     ngram = choose_ngram(request.ngram_min, request.ngram_max, drafter)
@@ -129,6 +131,19 @@ def _require_stops(stops: Sequence[str]) -> None:
         raise RequestError("stop has an empty text, which would end every generation at once; leave it out.")
     if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
         raise RequestError(f"stop has a text of {longest} characters, expected at most {LONGEST_STOP}; shorten it.")
+
+
+def _require_bad_words(words: Sequence[Sequence[int]]) -> None:
+    """As for stops: each row of logits is masked for each of them."""
+    if len(words) > MOST_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(words)} sequences of ids (a text makes up to two), expected at most {MOST_BAD_WORDS}; "
+            "leave some out."
+        )
+    if (longest := max(map(len, words), default=0)) > LONGEST_BAD_WORD:
+        raise RequestError(
+            f"bad_words has a sequence of {longest} ids, expected at most {LONGEST_BAD_WORD}; shorten it."
+        )
 
 
 def _room(prompt: list[int], manifest: Manifest) -> int:

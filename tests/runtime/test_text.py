@@ -98,6 +98,15 @@ def test_more_and_longer_stop_texts_than_each_token_has_time_for_are_refused(mar
     assert asked.complete(prompt="A", max_new_tokens=6, stop=["x" * 1000] * 63 + ["STOP"]).text == "bcd"
 
 
+def test_more_and_longer_bad_words_than_each_row_has_time_for_are_refused(markov: Models) -> None:
+    asked = markov(pieces=STOP_PIECES)
+    with refused("bad_words has 4097 sequences of ids", "at most 4096", "leave some out"):
+        asked.complete(prompt="A", max_new_tokens=6, bad_words=[[3, 4]] * 4097)
+    with refused("bad_words has a sequence of 65 ids, expected at most 64", "shorten it"):
+        asked.complete(prompt="A", max_new_tokens=6, bad_words=[[3] * 65])
+    assert asked.complete(prompt="A", max_new_tokens=6, bad_words=[[3] * 64] * 4096).token_ids
+
+
 @pytest.mark.parametrize("count", [1, 3, 64])
 def test_what_is_held_is_the_longest_end_that_any_stop_text_begins_with(count: int) -> None:
     """Against a search through all of them, length by length."""

@@ -68,6 +68,7 @@ def test_a_body_that_does_not_come_in_time_is_refused_and_its_connection_closed(
                 received = everything(connection)
         assert received.startswith(b"HTTP/1.1 408 ")
         assert b"did not come within 0.5 seconds" in received
+        assert b". Send it faster." in received, "two sentences, each with its capital"
         assert b"connection: close" in received.lower()
         assert server.post("/v1/completions", json.loads(BODY)).status_code == 200
 

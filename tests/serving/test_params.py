@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_serving.openai import service
+from mtp_serving.openai.errors import ApiError
 from mtp_serving.openai.bodies import ChatBody, CompletionBody
 from mtp_serving.openai.params import param_of
 from tests.serving.server import Running
@@ -82,3 +83,12 @@ def test_words_that_are_fields_elsewhere_name_none() -> None:
     assert param_of(said, text) == "prompt"
     assert param_of(said, ChatBody(model="m", messages=[])) == "messages"
     assert param_of("regex was refused: unclosed group.") is None, "without the body nobody knows where it stood"
+
+
+def test_a_message_does_not_say_again_all_that_was_sent() -> None:
+    told = ApiError(f"the model {'x' * 100_000} is not here; ask for another.").body["error"]["message"]
+    assert len(told) < 1_100
+    assert told.startswith("the model xxx")
+    assert told.endswith("is not here; ask for another.")
+    short = "n is 0, expected 1 or more."
+    assert ApiError(short).body["error"]["message"] == short

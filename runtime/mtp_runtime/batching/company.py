@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 from mtp_engines.costs import TYPICAL_ROWS, CycleCosts
 from mtp_runtime.auto import Auto
 from mtp_runtime.batching.rounds import Round
 from mtp_runtime.loop import Generation
-from mtp_runtime.policy import AutoPolicy
+from mtp_runtime.policy import AutoPolicy, Tuning
 from mtp_runtime.prepare import Prepared
 from mtp_runtime.request import AUTO
 
@@ -18,8 +19,8 @@ from mtp_runtime.request import AUTO
 class Experience:
     """How much longer the rounds of a company take than was measured once: the host's share, other work.
 
-    The least of the newest rounds of each K, since what disturbs a machine only makes a round longer; after a while
-    what is not confirmed counts no more, so that what was dear once is tried again.
+    The lower quartile of the newest rounds of each K, since what disturbs a machine only makes a round longer; after a
+    while what is not confirmed counts no more, so that what was dear once is tried again.
     """
 
     _SAMPLES, _LIFE = 7, 500
@@ -38,7 +39,7 @@ class Experience:
         """What to expect; of a K that was not tried lately, what holds without a draft."""
         newest = [factor for when, factor in self._found.get(draft_tokens, ()) if when + self._LIFE > self._now]
         if newest:
-            return min(newest)
+            return sorted(newest)[len(newest) // 4]
         return self.factor(0) if draft_tokens else 1.0
 
     def corrected(self, costs: CycleCosts) -> CycleCosts:
@@ -49,6 +50,10 @@ class Experience:
         return replace(costs, verify=verify, draft=draft, commit=costs.commit * factors[0])
 
 
+_TUNING = Tuning(allowances=(0.01, 0.005, 0.0025))
+"""Half of what an answer by itself spends on looking: a server lives longer."""
+_NEWEST = 1024
+"""Answers whose prompts are remembered, more than run together anywhere."""
 _REST = 8
 """Rounds for which a choice of no draft holds: looking again at once would cost more than it could find."""
 
@@ -76,7 +81,7 @@ class SharedPolicy:
         self._chosen: int | None = None
         self._rounds = self._rest = 0
         self._seen: list[tuple[int, int]] = []
-        self._unread: list[int] = []
+        self._unread: deque[int] = deque(maxlen=_NEWEST)
 
     def join(self, prompt_rows: int) -> None:
         """An answer comes whose draft head has not read its prompt."""
@@ -97,7 +102,8 @@ class SharedPolicy:
                 self._chosen = 0
             else:
                 # The draft heads of those that came last have their prompts to read, as far as they are still here.
-                self._inner.owe(sum(self._unread[-self._company :]) / self._company)
+                newest = islice(reversed(self._unread), self._company)
+                self._inner.owe(sum(newest) / self._company)
                 self._chosen = self._inner.choose(number)
                 self._rest = 0 if self._chosen else _REST
         return self._chosen
@@ -152,7 +158,7 @@ class Company:
         drafter = prepared.drafter
         if drafter not in self._shared:
             self._shared[drafter] = SharedPolicy(
-                lambda together: self._auto.policy(drafter, 0, together=together),
+                lambda together: self._auto.policy(drafter, 0, together=together, tuning=_TUNING),
                 lambda answers: self._auto.known(drafter, answers),
             )
         shared = self._shared[drafter]

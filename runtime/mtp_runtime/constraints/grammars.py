@@ -177,7 +177,8 @@ def _source(asked: Asked) -> str:
     elif asked.name == "choice":
         # One terminal, which becomes one automaton: as alternatives of a rule each text would be followed by itself,
         # and the engine follows 2,000 at most.
-        texts = (json.dumps(text, ensure_ascii=False) for text in asked.value)
+        # DEL is no control character for JSON, and is one for the engine.
+        texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in asked.value)
         answer = {"lark_grammar": f"start: ANSWER\nANSWER: {' | '.join(texts)}"}
     else:
         answer = {"lark_grammar": asked.value if asked.name == "grammar" else _rule(asked.value)}

@@ -62,7 +62,8 @@ async def _http(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 400 and "parsing the body" in str(error.detail):
         return await _told(request, ApiError("the body could not be read as JSON in UTF-8; send it so."))
-    message = f"{request.method} {quote(request.url.path)}: {str(error.detail).rstrip('.').lower()}."
+    detail = str(error.detail).rstrip(".")
+    message = f"{request.method} {quote(request.url.path)}: {detail[:1].lower()}{detail[1:]}."
     return await _told(request, ApiError(message, status=error.status_code))
 
 

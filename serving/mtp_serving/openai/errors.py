@@ -12,6 +12,8 @@ from mtp_runtime.batching.scheduler import ClosedError, QueueFullError
 
 INVALID = "invalid_request_error"
 _RETRY_SECONDS = 1
+_LONGEST = 1000
+"""Characters of a message."""
 
 
 class ApiError(Exception):
@@ -33,7 +35,11 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The object that is sent."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        message = str(self)
+        if len(message) > _LONGEST:
+            # What was found is said again, and may be as long as a body.
+            message = f"{message[: _LONGEST // 2]}…{message[-_LONGEST // 2 :]}"
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def api_error_from(error: Exception) -> ApiError:

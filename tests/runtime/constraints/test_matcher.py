@@ -325,6 +325,11 @@ def test_a_choice_of_thousands_of_texts_is_one_like_any_other() -> None:
     assert grammar("grammar", f"start: ANSWER\nANSWER: {alternatives}").name == "grammar"
 
 
+def test_a_choice_may_have_any_character() -> None:
+    """The engine takes DEL for a control character where JSON does not; unescaped, every text beside it was refused."""
+    assert grammar("choice", ["a\x7fb", "a\x00b", "a\u2028b", 'a"b', "a\\b", "a\nb"]).name == "choice"
+
+
 def test_a_choice_that_is_too_large_for_the_engine_is_refused_when_it_is_asked_for() -> None:
     texts = [f"a{number * 7919 % 1000003:x}{'ab' * (number % 7)}" for number in range(250_000)]
     with refused("choice is too much for the grammar engine", "too big", "Make it smaller", error=RequestError):
