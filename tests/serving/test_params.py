@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mtp_serving.openai import service
-from mtp_serving.openai.errors import ApiError
 from mtp_serving.openai.bodies import ChatBody, CompletionBody
+from mtp_serving.openai.errors import ApiError
 from mtp_serving.openai.params import param_of
 from tests.serving.server import Running
 
