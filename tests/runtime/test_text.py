@@ -100,8 +100,9 @@ def test_more_and_longer_stop_texts_than_each_token_has_time_for_are_refused(mar
 
 def test_more_and_longer_bad_words_than_each_row_has_time_for_are_refused(markov: Models) -> None:
     asked = markov(pieces=STOP_PIECES)
+    words = [[3, 5 + i % 17, 5 + i // 17 % 17, 5 + i // 289] for i in range(4097)]
     with refused("bad_words has 4097 sequences of ids", "at most 4096", "leave some out"):
-        asked.complete(prompt="A", max_new_tokens=6, bad_words=[[3, 4, 5 + i % 9, 5 + i // 9 % 9, 5 + i // 81 % 9, 5 + i // 729] for i in range(4097)])
+        asked.complete(prompt="A", max_new_tokens=6, bad_words=words)
     with refused("bad_words has a sequence of 65 ids, expected at most 64", "shorten it"):
         asked.complete(prompt="A", max_new_tokens=6, bad_words=[[3] * 65])
     assert asked.complete(prompt="A", max_new_tokens=6, bad_words=[[3] * 64] * 4096).token_ids
