@@ -355,3 +355,13 @@ def test_a_refused_request_is_an_error_of_its_block() -> None:
     found = asyncio.run(run())
     assert found.timelines == []
     assert "status 429: too many." in found.errors[0]
+
+
+def test_an_answer_that_was_cut_may_end_in_what_could_become_its_stop_text() -> None:
+    """It did not learn whether that would come. Controls: another text, a whole stop text, no stop text."""
+    stopped = Known(Ask(0, (5, 6), 6, {"stop": ["able to"]}), (1, 2, 3), "to be ", "stop")
+    for text in ("", "to", "to be ", "to be a", "to be able t"):
+        assert stopped.begins_with(text), text
+    for text in ("to be able to", "to be x", "to bable", "able", "o be "):
+        assert not stopped.begins_with(text), text
+    assert not Known(Ask(0, (5, 6), 6), (1, 2, 3), "to be ", "length").begins_with("to be a")

@@ -56,7 +56,7 @@ class Findings:
         if ids != (known.token_ids if is_whole else known.token_ids[:count]):
             place = next((i for i, (a, b) in enumerate(zip(ids, known.token_ids, strict=False)) if a != b), count)
             self.fail(f"{which}: {count} of {len(known.token_ids)} tokens, wrong from place {place} on")
-        elif said.text != known.text if is_whole else not known.text.startswith(said.text):
+        elif said.text != known.text if is_whole else not known.begins_with(said.text):
             self.fail(f"{which}: the text is {said.text[-40:]!r} at its end, expected {known.text[-40:]!r}")
         if is_whole and said.reason != known.reason:
             self.fail(f"{which}: it ended with {said.reason}, expected {known.reason}")

@@ -26,6 +26,17 @@ class Known:
     text: str
     reason: str
 
+    def begins_with(self, text: str) -> bool:
+        """Whether an answer that was cut may have this text: the beginning, and what may have become a stop text.
+
+        Whoever is cut does not learn whether it would have become one.
+        """
+        if self.text.startswith(text):
+            return True
+        rest = text.removeprefix(self.text)
+        stops = self.ask.options.get("stop", ())
+        return text.startswith(self.text) and any(stop.startswith(rest) and stop != rest for stop in stops)
+
 
 def known_answers(
     bundle: Path, material: list[int], count: int, prompt: Lengths, answer: Lengths, seed: int
