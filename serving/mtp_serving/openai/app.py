@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -63,6 +64,8 @@ async def _http(request: HttpRequest, error: Exception) -> Response:
     if error.status_code == 400 and "parsing the body" in str(error.detail):
         return await _told(request, ApiError("the body could not be read as JSON in UTF-8; send it so."))
     detail = str(error.detail).rstrip(".")
+    if detail == HTTPStatus(error.status_code).phrase:  # A title, not a sentence.
+        detail = detail.lower()
     message = f"{request.method} {quote(request.url.path)}: {detail[:1].lower()}{detail[1:]}."
     return await _told(request, ApiError(message, status=error.status_code))
 
