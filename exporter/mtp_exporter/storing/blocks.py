@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mtp_exporter.reading.source import Floats
+from mtp_exporter.storing.parallel import in_parts
 from mtp_plugins.block_weight import USED
 from mtp_plugins.block_weight.reference import Bytes, turned, turning
 
@@ -33,10 +34,12 @@ def four_bits(rows: Floats) -> tuple[Bytes, Floats]:
     by, step = turning(), max(_CHUNK // columns, 1)
     blocks = np.empty((count, block_count(columns), len(by[0]) // 2), np.uint8)
     scales = np.empty(blocks.shape[:2], np.float32)
-    for start in range(0, count, step):
-        part = slice(start, start + step)
+
+    def round_rows(part: slice) -> None:
         values, scales[part] = _fitted(turned(rows[part], by))
         blocks[part] = values[..., 0::2] | values[..., 1::2] << 4
+
+    in_parts(count, step, round_rows)
     return blocks, scales
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_plugins.arrays import Array
-from mtp_plugins.rotated_weight.reference import rotation
+from mtp_plugins.rotated_weight.reference import rotation, runs_times
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -22,8 +22,7 @@ def turned(rows: Array, by: Array) -> Array:
     used = len(by)
     missing = -rows.shape[-1] % used
     padded = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
-    result: Array = padded.reshape(*rows.shape[:-1], -1, used) @ by
-    return result
+    return runs_times(padded.reshape(-1, used), by).reshape(*rows.shape[:-1], -1, by.shape[1])
 
 
 def integers(blocks: Bytes) -> Bytes:

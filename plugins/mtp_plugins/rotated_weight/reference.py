@@ -29,12 +29,16 @@ def rotation(columns: int) -> Floats:
 
 def rotate(rows: Array, by: Array) -> Array:
     """float[..., columns]: every run of columns times the rotation float[size, size]."""
-    size = len(by)
-    runs = rows.reshape(-1, size)
-    turned, whole = np.empty_like(runs), len(runs) // _TOGETHER * _TOGETHER
-    np.matmul(runs[:whole].reshape(-1, _TOGETHER, size), by, out=turned[:whole].reshape(-1, _TOGETHER, size))
+    return runs_times(rows.reshape(-1, len(by)), by).reshape(rows.shape)
+
+
+def runs_times(runs: Array, by: Array) -> Array:
+    """float[count, width] for float[count, size] and float[size, width], some runs at a time."""
+    size, width = by.shape
+    turned, whole = np.empty((len(runs), width), np.result_type(runs, by)), len(runs) // _TOGETHER * _TOGETHER
+    np.matmul(runs[:whole].reshape(-1, _TOGETHER, size), by, out=turned[:whole].reshape(-1, _TOGETHER, width))
     turned[whole:] = runs[whole:] @ by
-    return turned.reshape(rows.shape)
+    return turned
 
 
 def rotated_weight(values: Bytes, scales: Array, by: Array) -> Array:
