@@ -9,6 +9,7 @@ import pytest
 
 from mtp_engines.contracts import names
 from tests.engines.conftest import Case
+from tests.fixtures.head_rows import every_row
 from tests.oracles.float64 import FAULTS, Oracle, load_checkpoint
 
 IDS: list[int] = np.random.default_rng(0).integers(0, 112, 23).tolist()
@@ -48,8 +49,7 @@ def head_logits(case: Case, hidden: np.ndarray) -> np.ndarray:
         names.past_key(0): cache,
         names.past_value(0): cache.copy(),
     }
-    (out,) = mtp.run([names.HIDDEN_OUT], feed)
-    return case.model.engine.sequences().logits(out[0])
+    return case.model.engine.sequences().logits(every_row(mtp, feed)[names.HIDDEN_OUT][0])
 
 
 @pytest.mark.parametrize("blocks", [[23], [1] * 23, [8, 1, 5, 9]], ids=["whole", "one by one", "uneven"])

@@ -3,23 +3,29 @@
 A gated delta state cannot be cut back. It is not copied for each row either: a verify leaves the
 committed state alone and emits, for each row, what the recurrence consumed (a few KB). The commit
 runs the recurrence over the accepted rows only. A row with decay 0 and beta 0 is an exact identity,
-so sequences of a batch may accept different numbers of rows in one call.
+so sequences of a batch may accept different numbers of rows in one call; a lone one is given just those
+that it accepts, and masks nothing.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import GatedDeltaSpec, ModelSpec
+from mtp_engines.lowering.convolution import rows_before_next
 from mtp_plugins.graph import CONTRIB, Axis, GraphBuilder
 
 
-def commit_model(spec: ModelSpec) -> ir.Model:
-    """accepted_rows int64[batch], states and factors of every gated delta layer -> new states."""
+def commit_model(spec: ModelSpec, *, masked: bool) -> ir.Model:
+    """States and factors of every gated delta layer -> new states.
+
+    Args:
+        masked: a further input accepted_rows, int64[batch], tells how many of the rows count; else all of them do.
+    """
     g = GraphBuilder("commit")
-    accepted = g.input(names.ACCEPTED_ROWS, "int64", ["batch"])
-    count = g.op("Unsqueeze", accepted, g.constant([1]))
     rows = {
         index: {
             name: g.input(names.factor(index, name), "float32", ["batch", "rows", *shape])
@@ -27,27 +33,38 @@ def commit_model(spec: ModelSpec) -> ir.Model:
         }
         for index, mixer in spec.delta_layers()
     }
-    kept = kept_rows(g, next(iter(rows.values()))["decay"], count)
+    mask = None
+    if masked:
+        count = g.op("Unsqueeze", g.input(names.ACCEPTED_ROWS, "int64", ["batch"]), g.constant([1]))
+        mask = _Mask(kept_rows(g, next(iter(rows.values()))["decay"], count), count)
     for index, mixer in spec.delta_layers():
         with g.scope(f"layers.{index}"):
-            _commit_layer(g, index, mixer, rows[index], kept, count)
+            _commit_layer(g, index, mixer, rows[index], mask)
     return g.model(domains=[CONTRIB])
 
 
+class _Mask(NamedTuple):
+    """Which rows count, bool[batch, rows, 1], and how many of each sequence, int64[batch, 1]."""
+
+    kept: ir.Value
+    counts: ir.Value
+
+
 def _commit_layer(
-    g: GraphBuilder, index: int, mixer: GatedDeltaSpec, rows: dict[str, ir.Value], kept: ir.Value, count: ir.Value
+    g: GraphBuilder, index: int, mixer: GatedDeltaSpec, rows: dict[str, ir.Value], mask: _Mask | None
 ) -> None:
+    gates = [rows["decay"], rows["beta"]]
+    if mask is not None:
+        gates = [g.op("Where", mask.kept, gate, g.constant(0.0, "float32")) for gate in gates]
     state_shape: list[Axis] = ["batch", mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim]
     state = g.input(names.past_recurrent(index), "float32", state_shape)
-    zero = g.constant(0.0, "float32")
     _, present = g.op_multi(
         "LinearAttention",
         rows["key"],
         rows["key"],
         rows["value"],
         state,
-        g.op("Where", kept, rows["decay"], zero),
-        g.op("Where", kept, rows["beta"], zero),
+        *gates,
         outputs=("unused", "present"),
         domain=CONTRIB,
         q_num_heads=mixer.key_heads,
@@ -57,7 +74,10 @@ def _commit_layer(
     g.output(names.present_recurrent(index), present, "float32", state_shape)
     conv_shape: list[Axis] = ["batch", mixer.conv_kernel - 1, mixer.conv_width]
     past = g.input(names.past_conv(index), "float32", conv_shape)
-    last = last_rows(g, past, rows["conv"], count, mixer.conv_kernel - 1, mixer.conv_width)
+    if mask is None:
+        last = rows_before_next(g, past, rows["conv"], mixer.conv_kernel - 1)
+    else:
+        last = last_rows(g, past, rows["conv"], mask.counts, mixer.conv_kernel - 1, mixer.conv_width)
     g.output(names.present_conv(index), last, "float32", conv_shape)
 
 

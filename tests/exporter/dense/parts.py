@@ -16,6 +16,7 @@ from mtp_engines.engine import Sequences
 from mtp_exporter.checking.pieces import run_head
 from mtp_runtime import Model
 from mtp_runtime.policy import DraftPolicy
+from tests.fixtures.head_rows import every_row
 from tests.oracles.dense_families import DenseOracle, open_dense_oracle
 from tests.oracles.float64 import Speculation
 from tests.runtime.parts import Run, recorded
@@ -143,12 +144,10 @@ def head_run(
         none = np.zeros((1, 0, mtp.tap_width(engine.spec.hidden_size)), np.float32)
         feed[names.CHAIN] = rows if chained else np.zeros((1, 0, mtp.hidden_size), np.float32)
         feed[names.tap_of(mtp)] = none if chained else rows
-    known = {value.name for value in session.get_outputs()}
-    wanted = [name for name in (names.HIDDEN_OUT, names.CHAIN_OUT) if name in known]
-    presents = [names.present_key(0), names.present_value(0)]
-    results = session.run([*wanted, *presents], feed)
-    outputs = {name: array[0] for name, array in zip(wanted, results, strict=False)}
-    return outputs, dict(zip(cache, results[len(wanted) :], strict=True))
+    found = every_row(session, feed)
+    outputs = {name: found[name][0] for name in (names.HIDDEN_OUT, names.CHAIN_OUT) if name in found}
+    presents = [found[name] for name in (names.present_key(0), names.present_value(0))]
+    return outputs, dict(zip(cache, presents, strict=True))
 
 
 def chain_of(outputs: Arrays) -> np.ndarray:

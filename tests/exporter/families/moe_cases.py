@@ -12,6 +12,7 @@ import numpy as np
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
 from mtp_engines.contracts import names
 from mtp_runtime import Model
+from tests.fixtures.head_rows import every_row
 from tests.fixtures.moe_families import MAKERS, partial_checkpoint
 from tests.oracles.float64_checkpoint import Array
 from tests.oracles.moe_families import FamilyOracle, Forward, open_oracle
@@ -81,6 +82,6 @@ def run_head(model: Model, next_ids: list[int], hidden: Array) -> tuple[Array, A
         if names.is_cache(value.name):
             _, heads, _, width = value.shape
             feed[value.name] = np.zeros((1, heads, model.engine.limits.capacity, width), np.float32)
-    (out,) = sessions.mtp[0].run([names.HIDDEN_OUT], feed)
+    out = every_row(sessions.mtp[0], feed)[names.HIDDEN_OUT]
     # With an output head of its own the head scores with that.
     return out[0], VocabularyHead(sessions.draft_head or sessions.head, spec.hidden_size).logits(out[0])

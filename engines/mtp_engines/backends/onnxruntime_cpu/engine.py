@@ -16,6 +16,7 @@ from mtp_engines.cores import physical_cores, read_cpuinfo
 from mtp_engines.errors import RequestError
 from mtp_engines.lowering.commit import commit_model
 from mtp_engines.lowering.heads import head_model, without_head
+from mtp_engines.lowering.last_row import only_last_row
 from mtp_engines.lowering.onnxruntime_cpu import lower
 
 
@@ -55,16 +56,22 @@ class CpuEngine:
         def session(model: ir.Model) -> ort.InferenceSession:
             return open_session(model, backbone.parent, threads=threads)
 
-        def lowered(path: Path) -> ir.Model:
-            return lower(without_head(load_graph(path)), threads=threads or physical_cores(read_cpuinfo()))
+        def lowered(model: ir.Model) -> ir.Model:
+            return lower(model, threads=threads or physical_cores(read_cpuinfo()))
 
+        # A further depth reads every row of the one before it; behind a single one, drafts go on from the last row.
+        heads = [without_head(load_graph(path)) for path in mtp]
+        heads = [only_last_row(heads[0])] if len(heads) == 1 else heads
+
+        is_recurrent = any(spec.delta_layers())
         # The head first: its matrix is the largest, and while it is packed it is in memory twice.
         head = session(head_model(load_graph(backbone)))
         self.sessions = Sessions(
-            backbone=session(lowered(backbone)),
+            backbone=session(lowered(without_head(load_graph(backbone)))),
             head=head,
-            commit=session(commit_model(spec)) if any(spec.delta_layers()) else None,
-            mtp=tuple(session(lowered(path)) for path in mtp),
+            commit=session(commit_model(spec, masked=True)) if is_recurrent else None,
+            commit_all=session(commit_model(spec, masked=False)) if is_recurrent else None,
+            mtp=tuple(session(lowered(model)) for model in heads),
             draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,
         )
 

@@ -14,12 +14,14 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import CachedMixer, ModelSpec, MtpSpec
 from mtp_engines.engine import Choose, Floats, Ids
+from mtp_engines.lowering.last_row import LAST_ROW
 
 
 class Rows(NamedTuple):
-    """Result of a head run, float32[batch, rows, hidden_size] each, written over by the next run.
+    """Result of a head run, written over by the next one.
 
-    `output` goes to the vocabulary head, `chain` to the next draft step.
+    float32[batch, rows, hidden_size] each; one row of each sequence where the graph finishes no more. `output` goes to
+    the vocabulary head, `chain` to the next draft step.
     """
 
     output: Floats
@@ -39,14 +41,12 @@ class ChainedHead:
 
     def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """See `mtp_engines.engine.Sequences.draft`."""
-        run = self._graph.run(tokens, hidden, self._lengths)
+        last = self._graph.run(tokens, hidden, self._lengths, last=rows - 1)
         self._lengths += rows
         drafted: list[Ids] = []
-        last = _row(run, rows - 1)
         for depth in range(draft_tokens):
             if depth:
-                run = self._graph.run(drafted[-1][:, None], last.chain, self._lengths + depth - 1, chained=True)
-                last = run
+                last = self._graph.run(drafted[-1][:, None], last.chain, self._lengths + depth - 1, chained=True)
             ids = self._head.draw(last.output, choose)
             if ids is None:
                 break
@@ -87,11 +87,12 @@ class HeadGraph:
         """The same over some of the sequences."""
         return HeadGraph(self._session, self._spec, self.cache.window(start, stop), stop - start)
 
-    def run(self, tokens: Ids, hidden: Floats, lengths: Ids, *, chained: bool = False) -> Rows:
+    def run(self, tokens: Ids, hidden: Floats, lengths: Ids, *, chained: bool = False, last: Ids | int = 0) -> Rows:
         """Run int64[batch, rows] tokens with their hidden states behind `lengths` rows of the cache.
 
         Args:
             hidden: float32[batch, rows, width]: the target's tap, or with `chained` the head's own states.
+            last: the row of each sequence that a graph which finishes only one gives.
         """
         rows = tokens.shape[1]
         key = (rows, chained and self._mtp.tap_projection)
@@ -102,6 +103,7 @@ class HeadGraph:
         np.copyto(step.hidden, hidden)
         step.positions[:] = lengths[:, None] + np.arange(rows)
         step.past_length[:] = lengths
+        step.last_row[:, 0, 0] = last
         step.bound.run()
         return step.rows
 
@@ -125,28 +127,24 @@ class _HeadStep:
         taps = np.zeros((batch, 0 if chained else rows, mtp.tap_width(spec.hidden_size)), np.float32)
         chain = np.zeros((batch, rows if chained else 0, mtp.hidden_size), np.float32)
         self.hidden = chain if chained else taps
-        output = np.zeros((batch, rows, mtp.hidden_size), np.float32)
+        self.last_row = np.zeros((batch, 1, 1), np.int64)
+        known = {value.name for value in session.get_inputs()}
+        output = np.zeros((batch, 1 if LAST_ROW in known else rows, mtp.hidden_size), np.float32)
         inputs: dict[str, AnyArray] = {
             names.INPUT_IDS: self.tokens,
             names.tap_of(mtp): taps,
             names.CHAIN: chain,
             names.POSITION_IDS: self.positions,
             names.PAST_LENGTH: self.past_length,
+            LAST_ROW: self.last_row,
             **cache.past,
         }
-        known = {value.name for value in session.get_inputs()}
         outputs: dict[str, AnyArray] = {names.HIDDEN_OUT: output, **cache.present}
         self.rows = Rows(output, output)
         if names.CHAIN_OUT in {value.name for value in session.get_outputs()}:
             self.rows = Rows(output, np.zeros_like(output))
             outputs[names.CHAIN_OUT] = self.rows.chain
         self.bound = Bound(session, {name: array for name, array in inputs.items() if name in known}, outputs)
-
-
-def _row(run: Rows, index: Ids) -> Rows:
-    """Row index[b] of each sequence, [batch, 1, width]."""
-    sequences = np.arange(len(index))
-    return Rows(run.output[sequences, index][:, None], run.chain[sequences, index][:, None])
 
 
 def _stack(drafted: list[Ids], batch: int) -> Ids:

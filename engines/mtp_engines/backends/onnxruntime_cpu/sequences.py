@@ -253,18 +253,19 @@ class _Step:
                 f"Only {kept.tolist()} of {self.rows} rows were to be kept, but one sequence's run of more rows than "
                 "the bundle's largest draft and one is kept whole."
             )
-        # One sequence replays just its kept rows; a batch replays all rows and masks.
-        width = int(kept[0]) if len(kept) == 1 else self.rows
+        is_alone = len(kept) == 1
+        width = int(kept[0]) if is_alone else self.rows
         if (width, half) not in self._replays:
-            assert self._sessions.commit is not None
+            session = self._sessions.commit_all if is_alone else self._sessions.commit
+            assert session is not None
             accepted = np.zeros_like(kept)
-            inputs: dict[str, AnyArray] = {names.ACCEPTED_ROWS: accepted}
+            inputs: dict[str, AnyArray] = {} if is_alone else {names.ACCEPTED_ROWS: accepted}
             inputs |= {name: array[:, :width] for name, array in self._factors.items()}
             outputs: dict[str, AnyArray] = {}
             for layer in self._state.recurrent:
                 inputs |= self._state.past_of(layer, half)
                 outputs |= self._state.present_of(layer, 1 - half)
-            self._replays[width, half] = (Bound(self._sessions.commit, inputs, outputs), accepted)
+            self._replays[width, half] = (Bound(session, inputs, outputs), accepted)
         bound, accepted = self._replays[width, half]
         accepted[:] = kept
         bound.run()

@@ -18,13 +18,15 @@ from mtp_plugins.graph import IR_VERSION, OPSET
 class Sessions:
     """The sessions of one engine.
 
-    `commit` is None without recurrent layers; `mtp` has one session for each trained depth of the draft
+    The commits are None without recurrent layers: one masks the rows that a sequence of a batch drops, one keeps all
+    that a lone sequence gives it. `mtp` has one session for each trained depth of the draft
     head; `draft_head` is None where the head chooses over the target's vocabulary.
     """
 
     backbone: ort.InferenceSession
     head: ort.InferenceSession
     commit: ort.InferenceSession | None
+    commit_all: ort.InferenceSession | None
     mtp: tuple[ort.InferenceSession, ...]
     draft_head: ort.InferenceSession | None
 
