@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -14,23 +12,11 @@ from mtp_engines.lowering.heads import head_model, without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_plugins.graph import DOMAIN
 from tests.engines.conftest import Case
+from tests.engines.feeds import empty_feed
 
 IDS = np.random.default_rng(1).integers(0, 112, (1, 9))
 # The same float32 sums in another order; a wrong wiring moves values by more than 1e-1.
 TOLERANCE = 1e-3
-
-
-def empty_feed(session: ort.InferenceSession, rows: np.ndarray) -> dict[str, Any]:
-    """Inputs of a backbone graph for rows at the start of a sequence."""
-    feed: dict[str, Any] = {}
-    for value in session.get_inputs():
-        if value.name.startswith("past"):
-            shape = [axis if isinstance(axis, int) else {"batch": 1, "capacity": 32}[axis] for axis in value.shape]
-            feed[value.name] = np.zeros(shape, np.float32)
-    feed[names.INPUT_IDS] = rows
-    feed[names.POSITION_IDS] = np.arange(rows.shape[1])[None]
-    feed[names.PAST_LENGTH] = np.zeros(1, np.int64)
-    return feed
 
 
 def test_the_canonical_graph_runs_by_itself_and_equals_the_engine(case: Case) -> None:

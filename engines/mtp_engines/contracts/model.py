@@ -134,9 +134,16 @@ class GatedDeltaSpec:
         return FLOAT_BYTES * (recurrent + (self.conv_kernel - 1) * self.conv_width)
 
     @property
+    def factor_widths(self) -> dict[str, int]:
+        """Width of each replay factor of one row; `conv` is the raw row of the convolution, the key has length 1."""
+        names = ("conv", "key", "value", "decay", "beta")
+        widths = (self.conv_width, self.key_width, self.value_width, self.value_heads, self.value_heads)
+        return dict(zip(names, widths, strict=True))
+
+    @property
     def factor_bytes(self) -> int:
-        """Bytes of the replay factors of one row: raw convolution row, unit key, value, decay, beta."""
-        return FLOAT_BYTES * (self.conv_width + self.key_width + self.value_width + 2 * self.value_heads)
+        """Bytes of the replay factors of one row."""
+        return FLOAT_BYTES * sum(self.factor_widths.values())
 
 
 CachedMixer = AttentionSpec | LatentAttentionSpec

@@ -91,6 +91,11 @@ def factor(layer: int, name: str) -> str:
     return f"factors.{layer}.{name}"
 
 
+def is_factor(name: str) -> bool:
+    """Whether a graph output is a row factor."""
+    return re.fullmatch(r"factors\.\d+\.\w+", name) is not None
+
+
 def staged(layer: int, name: str) -> str:
     """A row factor that the last call left and this one may commit; named as in `factor`."""
     return f"staged.{layer}.{name}"

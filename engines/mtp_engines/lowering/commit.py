@@ -16,6 +16,7 @@ import onnx_ir as ir
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import GatedDeltaSpec, ModelSpec
 from mtp_engines.lowering.convolution import rows_before_next
+from mtp_engines.lowering.factors import packed, unpacked
 from mtp_plugins.graph import CONTRIB, Axis, GraphBuilder
 
 
@@ -26,20 +27,17 @@ def commit_model(spec: ModelSpec, *, masked: bool) -> ir.Model:
         masked: a further input accepted_rows, int64[batch], tells how many of the rows count; else all of them do.
     """
     g = GraphBuilder("commit")
-    rows = {
-        index: {
-            name: g.input(names.factor(index, name), "float32", ["batch", "rows", *shape])
-            for name, shape in factor_shapes(mixer).items()
-        }
+    together = {
+        index: g.input(packed(index), "float32", ["batch", "rows", sum(mixer.factor_widths.values())])
         for index, mixer in spec.delta_layers()
     }
     mask = None
     if masked:
         count = g.op("Unsqueeze", g.input(names.ACCEPTED_ROWS, "int64", ["batch"]), g.constant([1]))
-        mask = _Mask(kept_rows(g, next(iter(rows.values()))["decay"], count), count)
+        mask = _Mask(kept_rows(g, next(iter(together.values())), count), count)
     for index, mixer in spec.delta_layers():
         with g.scope(f"layers.{index}"):
-            _commit_layer(g, index, mixer, rows[index], mask)
+            _commit_layer(g, index, mixer, unpacked(g, together[index], mixer), mask)
     return g.model(domains=[CONTRIB])
 
 
@@ -79,17 +77,6 @@ def _commit_layer(
     else:
         last = last_rows(g, past, rows["conv"], mask.counts, mixer.conv_kernel - 1, mixer.conv_width)
     g.output(names.present_conv(index), last, "float32", conv_shape)
-
-
-def factor_shapes(mixer: GatedDeltaSpec) -> dict[str, list[int]]:
-    """Width of each replay factor of one row."""
-    return {
-        "conv": [mixer.conv_width],
-        "key": [mixer.key_width],
-        "value": [mixer.value_width],
-        "decay": [mixer.value_heads],
-        "beta": [mixer.value_heads],
-    }
 
 
 def kept_rows(g: GraphBuilder, factor: ir.Value, count: ir.Value) -> ir.Value:

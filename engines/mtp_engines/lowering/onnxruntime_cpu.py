@@ -13,6 +13,7 @@ from mtp_engines.lowering.cached_attention import cached_attention, latent_atten
 from mtp_engines.lowering.caches import stored_width
 from mtp_engines.lowering.convolution import causal_conv_state
 from mtp_engines.lowering.experts import routed_experts
+from mtp_engines.lowering.factors import pack_factors
 from mtp_engines.lowering.products import FAST, Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
@@ -51,6 +52,7 @@ def lower(model: ir.Model, accuracy: int = FAST, threads: int = 1) -> ir.Model:
         elif node.op_type == "MatMul" and _is_headwise(node):
             _replace(graph, node, rules.headwise)
     _widen_caches(graph)
+    pack_factors(graph)
     drop_unused(graph)
     graph.opset_imports.clear()
     graph.opset_imports.update({"": OPSET, CONTRIB: 1})

@@ -15,7 +15,6 @@ from mtp_engines.contracts.model import (
     Mixer,
     Mlp,
 )
-from mtp_engines.lowering.commit import factor_shapes
 from mtp_exporter.layers.attention import Positions, attention, rotary_constants
 from mtp_exporter.layers.basic import gated_mlp, rms_norm
 from mtp_exporter.layers.gated_delta import gated_delta
@@ -96,6 +95,6 @@ class Decoder:
         output, (conv, recurrent), factors = gated_delta(g, x, w, mixer, self._epsilon, state)
         g.output(names.present_conv(index), conv, "float32", conv_shape)
         g.output(names.present_recurrent(index), recurrent, "float32", state_shape)
-        for name, shape in factor_shapes(mixer).items():
-            g.output(names.factor(index, name), factors[name], "float32", [*ROWS, *shape])
+        for name, width in mixer.factor_widths.items():
+            g.output(names.factor(index, name), factors[name], "float32", [*ROWS, width])
         return output

@@ -9,7 +9,6 @@ import torch
 from mtp_engines.backends.gpu.parts import Part
 from mtp_engines.contracts import names
 from mtp_engines.contracts.model import ModelSpec
-from mtp_engines.lowering.commit import factor_shapes
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -59,8 +58,8 @@ class DeltaStates:
             states[names.past_conv(index)] = torch.zeros(conv, device=device)
             states[names.past_recurrent(index)] = torch.zeros(recurrent, device=device)
             for buffers in staged:
-                for name, shape in factor_shapes(mixer).items():
-                    buffers[f"{index}.{name}"] = torch.zeros((batch, staged_rows, *shape), device=device)
+                for name, width in mixer.factor_widths.items():
+                    buffers[f"{index}.{name}"] = torch.zeros((batch, staged_rows, width), device=device)
         return cls(states, staged, torch.zeros(batch, dtype=torch.int32, device=device), np.zeros(batch, np.int8))
 
     def window(self, start: int, stop: int) -> DeltaStates:

@@ -21,6 +21,7 @@ from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.engine import Choose, Floats, Ids, Saved, Verified
 from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
+from mtp_engines.lowering.factors import FACTOR_ROWS
 
 
 class _Memory:
@@ -225,6 +226,7 @@ class _Step:
         # A prefill chunk of one sequence is always kept whole; factors of so many rows would cost memory.
         self._replayable = rows <= limits.max_draft_tokens + 1 or batch > 1
         self._factors = scratch.factors(batch, rows) if self._replayable else {}
+        self._factor_rows = np.array([rows if self._replayable else 0])
         self._sessions, self._state = sessions, state
         self._bound: dict[int, Bound] = {}
         self._replays: dict[tuple[int, int], tuple[Bound, Ids]] = {}
@@ -236,6 +238,7 @@ class _Step:
                 names.INPUT_IDS: self.tokens,
                 names.POSITION_IDS: self.positions,
                 names.PAST_LENGTH: self.past_length,
+                FACTOR_ROWS: self._factor_rows,
                 **self._state.past(half),
             }
             outputs = {names.HIDDEN: self.hidden, **self._state.present(half), **self._factors}

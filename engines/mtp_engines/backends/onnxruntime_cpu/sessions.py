@@ -82,6 +82,8 @@ def open_session(
     options.log_severity_level = _FATAL_ONLY
     # The arena keeps the greatest prompt's buffers in every session: 140 MB at the 0.8B shape.
     options.enable_cpu_mem_arena = False
+    # Nodes in the order of the graph: by default those that only an output needs run last, and keep what they read.
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     # The sessions of one engine take turns; a pool that keeps spinning would slow the next one down.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, CachedMixer, ModelSpec
 from mtp_engines.lowering.caches import cache_shape
-from mtp_engines.lowering.commit import factor_shapes
+from mtp_engines.lowering.factors import packed
 
 Arrays = dict[str, AnyArray]
 
@@ -172,28 +171,20 @@ class Scratch:
 
     def __init__(self, spec: ModelSpec, most_rows: int) -> None:
         """Room for `most_rows` rows, those of all sequences together."""
-        self._shapes = {
-            names.factor(index, name): shape
-            for index, mixer in spec.delta_layers()
-            for name, shape in factor_shapes(mixer).items()
-        }
+        self._widths = {packed(index): sum(mixer.factor_widths.values()) for index, mixer in spec.delta_layers()}
         self._most = most_rows
-        self._flat = {name: zeros(most_rows * _size(shape)) for name, shape in self._shapes.items()}
+        self._flat = {name: zeros(most_rows * width) for name, width in self._widths.items()}
 
     def factors(self, batch: int, rows: int) -> Arrays:
-        """Arrays [batch, rows, ...] by factor name; of their own where the shared memory is too small."""
+        """Arrays [batch, rows, width] by name; of their own where the shared memory is too small."""
         if batch * rows > self._most:
-            return {name: np.zeros((batch, rows, *shape), np.float32) for name, shape in self._shapes.items()}
+            return {name: zeros(batch, rows, width) for name, width in self._widths.items()}
         return {
-            name: self._flat[name][: batch * rows * _size(shape)].reshape(batch, rows, *shape)
-            for name, shape in self._shapes.items()
+            name: self._flat[name][: batch * rows * width].reshape(batch, rows, width)
+            for name, width in self._widths.items()
         }
 
 
 def copies(arrays: Arrays) -> dict[str, npt.NDArray[Any]]:
     """Copies under the same names."""
     return {name: array.copy() for name, array in arrays.items()}
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))

@@ -13,7 +13,6 @@ from mtp_engines.contracts.engines import TensorSpec
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, CachedMixer, ModelSpec, MtpSpec
 from mtp_engines.errors import BuildError
-from mtp_engines.lowering.commit import factor_shapes
 from mtp_engines.lowering.heads import CHECKSUM, IDS
 from mtp_engines.lowering.precision import WEIGHT_TYPES, Precision
 from mtp_plugins.graph import Axis
@@ -158,13 +157,13 @@ def _backbone(spec: ModelSpec, limits: Limits, precision: Precision, *, paged: b
             _Tensor(names.present_conv(index), "float32", conv),
             _Tensor(names.present_recurrent(index), "float32", state),
         ]
-        for name, shape in factor_shapes(delta).items():
+        for name, width in delta.factor_widths.items():
             if paged:
-                room: tuple[Axis, ...] = ("batch", limits.max_draft_tokens + 1, *shape)
+                room: tuple[Axis, ...] = ("batch", limits.max_draft_tokens + 1, width)
                 inputs.append(_Tensor(names.staged(index, name), "float32", room))
                 outputs.append(_Tensor(names.following(index, name), "float32", room))
             else:
-                outputs.append(_Tensor(names.factor(index, name), "float32", (*_ROWS, *shape)))
+                outputs.append(_Tensor(names.factor(index, name), "float32", (*_ROWS, width)))
     if paged and any(True for _ in spec.delta_layers()):
         inputs += [_Tensor(name, "int32", ("batch",)) for name in (names.ACCEPTED_ROWS, names.KEPT_ROWS)]
     outputs.append(_Tensor(names.HIDDEN, "float32", (*_ROWS, spec.hidden_size)))
