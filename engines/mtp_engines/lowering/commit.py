@@ -73,7 +73,7 @@ def _commit_layer(
     conv_shape: list[Axis] = ["batch", mixer.conv_kernel - 1, mixer.conv_width]
     past = g.input(names.past_conv(index), "float32", conv_shape)
     if mask is None:
-        last = rows_before_next(g, past, rows["conv"], mixer.conv_kernel - 1)
+        last = rows_before_next(g, g.op("Concat", past, rows["conv"], axis=1), mixer.conv_kernel - 1)
     else:
         last = last_rows(g, past, rows["conv"], mask.counts, mixer.conv_kernel - 1, mixer.conv_width)
     g.output(names.present_conv(index), last, "float32", conv_shape)

@@ -32,13 +32,12 @@ def causal_conv_state(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
         # Its size is not inferred, and unless it is known, nothing is written over: 0.2 GB more for a prompt.
         shifted.type, shifted.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", "rows", channels])
         total = g.op("Add", total, g.op("Mul", shifted, parts[tap]))
-    return [g.op("Mul", total, g.op("Sigmoid", total)), rows_before_next(g, past, x, taps - 1)]
+    return [g.op("Mul", total, g.op("Sigmoid", total)), rows_before_next(g, window, taps - 1)]
 
 
-def rows_before_next(g: GraphBuilder, past: ir.Value | None, x: ir.Value | None, count: int) -> ir.Value:
-    """The last rows of past and x, taken from a few of x: the window would be kept until the end of the run."""
-    start = -count if count else _END
-    return _rows(g, g.op("Concat", past, _rows(g, x, start, _END), axis=1), start, _END)
+def rows_before_next(g: GraphBuilder, window: ir.Value, count: int) -> ir.Value:
+    """The last `count` rows of a window, which the row behind it needs."""
+    return _rows(g, window, -count if count else _END, _END)
 
 
 def _rows(g: GraphBuilder, x: ir.Value | None, start: int, end: int) -> ir.Value:

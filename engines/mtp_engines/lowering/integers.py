@@ -16,8 +16,6 @@ _SPLIT = 254.0
 """A remainder of at most half a step, in steps of the next term."""
 _TERMS = 3
 """Terms of 8 bits that hold the 24 of a float32."""
-_TINY = 1e-30
-"""Keeps a row of zeros from being divided by zero, and is lost in every other sum."""
 
 
 class IntegerProducts:
@@ -43,8 +41,7 @@ class IntegerProducts:
         if x not in self._rounded:
             turned = self._rotate(g, x, columns, axis)
             greatest = g.op("ReduceMax", g.op("Abs", turned), g.constant([-1]), keepdims=1)
-            # Adding, unlike taking the greater, hands on what is not a number.
-            greatest = g.op("Add", greatest, g.constant(_TINY, "float32"))
+            # Of a row of zeros no unit is a number; whatever integers that gives, they are multiplied with 0 at the end.
             unit = g.op("Div", turned, greatest)
             self._rounded[x] = (_terms(g, unit, axis) if self._exact else _rounded(g, unit)), greatest
         rows, greatest = self._rounded[x]
