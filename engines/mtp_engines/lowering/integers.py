@@ -41,7 +41,7 @@ class IntegerProducts:
         if x not in self._rounded:
             turned = self._rotate(g, x, columns, axis)
             greatest = g.op("ReduceMax", g.op("Abs", turned), g.constant([-1]), keepdims=1)
-            # Of a row of zeros no unit is a number; whatever integers that gives, they are multiplied with 0 at the end.
+            # Of a row of zeros no unit is a number; whatever integers that gives, 0 is what they are multiplied with.
             unit = g.op("Div", turned, greatest)
             self._rounded[x] = (_terms(g, unit, axis) if self._exact else _rounded(g, unit)), greatest
         rows, greatest = self._rounded[x]

@@ -7,6 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime as ort
 
+from mtp_engines.backends.onnxruntime_cpu.huge_pages import in_huge_pages
 from mtp_engines.backends.onnxruntime_cpu.sequences import CpuSequences
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions, load_graph, open_session
 from mtp_engines.checks import refuse_cache_rows
@@ -59,21 +60,21 @@ class CpuEngine:
         def lowered(model: ir.Model) -> ir.Model:
             return lower(model, threads=threads or physical_cores(read_cpuinfo()))
 
+        is_recurrent = any(spec.delta_layers())
         # A further depth reads every row of the one before it; behind a single one, drafts go on from the last row.
         heads = [without_head(load_graph(path)) for path in mtp]
         heads = [only_last_row(heads[0])] if len(heads) == 1 else heads
-
-        is_recurrent = any(spec.delta_layers())
-        # The head first: its matrix is the largest, and while it is packed it is in memory twice.
-        head = session(head_model(load_graph(backbone)))
-        self.sessions = Sessions(
-            backbone=session(lowered(without_head(load_graph(backbone)))),
-            head=head,
-            commit=session(commit_model(spec, masked=True)) if is_recurrent else None,
-            commit_all=session(commit_model(spec, masked=False)) if is_recurrent else None,
-            mtp=tuple(session(lowered(model)) for model in heads),
-            draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,
-        )
+        with in_huge_pages():
+            # The head first: its matrix is the largest, and while it is packed it is in memory twice.
+            head = session(head_model(load_graph(backbone)))
+            self.sessions = Sessions(
+                backbone=session(lowered(without_head(load_graph(backbone)))),
+                head=head,
+                commit=session(commit_model(spec, masked=True)) if is_recurrent else None,
+                commit_all=session(commit_model(spec, masked=False)) if is_recurrent else None,
+                mtp=tuple(session(lowered(model)) for model in heads),
+                draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,
+            )
 
     def sequences(self, batch: int = 1, cache_rows: int | None = None) -> CpuSequences:
         """Fresh state for `batch` sequences that run together; each has a cache of its own."""
