@@ -65,8 +65,8 @@ class Tuning:
     weight: float = 2.0
     memory: float = 0.97
     surprise: float = 0.002
-    hope: float = 4.0
-    allowances: tuple[float, ...] = (0.02, 0.01, 0.005)
+    hope: float = 2.0
+    allowances: tuple[float, ...] = (0.01, 0.005, 0.005)
 
 
 class Acceptance:

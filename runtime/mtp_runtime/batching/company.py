@@ -51,7 +51,7 @@ class Experience:
 
 
 _TUNING = Tuning(allowances=(0.01, 0.005, 0.0025))
-"""Half of what an answer by itself spends on looking: a server lives longer."""
+"""In the long run half of what an answer by itself spends on looking: a server lives longer."""
 _NEWEST = 1024
 """Answers whose prompts are remembered, more than run together anywhere."""
 _REST = 8

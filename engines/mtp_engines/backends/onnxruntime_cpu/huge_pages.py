@@ -32,9 +32,11 @@ def in_huge_pages() -> Iterator[None]:
     Only memory that is used already is moved, so nothing grows. Where the system has none to give, nothing happens.
     """
     size = _huge_page_bytes()
-    before = _anonymous() if size else []
+    before: list[Span] | None = None
+    with suppress(OSError):
+        before = _anonymous() if size else None
     yield
-    if size:
+    if before is not None:
         with suppress(OSError):
             _collapse(_without(_anonymous(), before), size)
 
@@ -55,7 +57,7 @@ def _anonymous() -> list[Span]:
     spans = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
-        if permissions == "rw-p" and inode == "0" and (not name or name[0].strip() == "[heap]"):
+        if permissions == "rw-p" and inode == "0" and (not name or name[0].startswith(("[heap]", "[anon"))):
             first, _, end = addresses.partition("-")
             spans.append((int(first, 16), int(end, 16)))
     return spans

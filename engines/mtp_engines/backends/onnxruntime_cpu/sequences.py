@@ -226,7 +226,7 @@ class _Step:
         # A prefill chunk of one sequence is always kept whole; factors of so many rows would cost memory.
         self._replayable = rows <= limits.max_draft_tokens + 1 or batch > 1
         self._factors = scratch.factors(batch, rows) if self._replayable else {}
-        self._factor_rows = np.array([rows if self._replayable else 0])
+        self._factor_rows = np.array([rows if self._replayable else 0], np.int64)
         self._sessions, self._state = sessions, state
         self._bound: dict[int, Bound] = {}
         self._replays: dict[tuple[int, int], tuple[Bound, Ids]] = {}
