@@ -50,8 +50,8 @@ class Experience:
         return replace(costs, verify=verify, draft=draft, commit=costs.commit * factors[0])
 
 
-_TUNING = Tuning(allowances=(0.01, 0.005, 0.0025))
-"""In the long run half of what an answer by itself spends on looking: a server lives longer."""
+_TUNING = Tuning(allowances=(0.005, 0.0025, 0.00125))
+"""Less than an answer by itself spends on looking, in the long run a quarter: a server lives longer."""
 _NEWEST = 1024
 """Answers whose prompts are remembered, more than run together anywhere."""
 _REST = 8
