@@ -13,6 +13,7 @@ import pytest
 
 from mtp_engines.bundle import open_bundle
 from mtp_engines.errors import BuildError
+from mtp_engines.kernels.library import CHOICE
 from mtp_engines.lowering import cached_attention
 from mtp_exporter.checking.check import _Record
 from mtp_exporter.checking.pieces import LayerPiece
@@ -110,6 +111,7 @@ def test_a_difference_makes_the_bundle_near_tie_and_is_said(
 
 def test_attention_over_a_lone_row_is_found(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that decision 0004 is about: one query row takes another kernel."""
+    monkeypatch.setenv(CHOICE, "onnxruntime")
     monkeypatch.setattr(cached_attention, "_even", lambda g, rows: rows)
     monkeypatch.setattr(cached_attention, "MOST_FOLDED_HEADS", 1)
     manifest = open_bundle(build_bundle(checkpoint, tmp_path / "out")).manifest

@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
+from mtp_engines.kernels.packing import PackedMatrices
+from mtp_engines.lowering.own_kernels import KERNELS, keep
 from mtp_engines.lowering.products import Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, GraphBuilder
@@ -24,11 +26,11 @@ def without_head(model: ir.Model) -> ir.Model:
     return model
 
 
-def head_model(model: ir.Model) -> ir.Model:
+def head_model(model: ir.Model, packed: PackedMatrices | None = None) -> ir.Model:
     """hidden float32[rows, hidden_size] -> ids int64[rows], logits, and a checksum of each row.
 
     The checksum is the sum of a row's logits: it is not finite if any of them is not. The ids of a head with
-    a vocabulary of its own are the target's.
+    a vocabulary of its own are the target's. `packed` as `lower` takes it.
     """
     found = {output.name: output for output in model.graph.outputs}
     logits = found[names.LOGITS]
@@ -39,7 +41,8 @@ def head_model(model: ir.Model) -> ir.Model:
     vocab_size, hidden_size = matrix.shape
     g = GraphBuilder("head")
     hidden = g.input(names.HIDDEN, "float32", ["rows", hidden_size])
-    scores = Products().add(g, hidden, own_copy(g, matrix), axis=0)
+    products = Products(packed=packed)
+    scores = products.add(g, hidden, matrix if products.packs(matrix) else own_copy(g, matrix), axis=0)
     # ArgMax takes the first of equal values, so ties go to the lowest id everywhere.
     ids = g.op("ArgMax", scores, axis=-1, keepdims=0)
     if names.DRAFT_IDS in found:
@@ -48,7 +51,7 @@ def head_model(model: ir.Model) -> ir.Model:
     g.output(IDS, ids, "int64", ["rows"])
     g.output(CHECKSUM, g.op("ReduceSum", scores, g.constant([-1]), keepdims=0), "float32", ["rows"])
     g.output(names.LOGITS, scores, "float32", ["rows", vocab_size])
-    return g.model(domains=[CONTRIB])
+    return keep(g.model(domains=[CONTRIB, KERNELS]), packed)
 
 
 def own_copy(g: GraphBuilder, matrix: Matrix) -> Matrix:

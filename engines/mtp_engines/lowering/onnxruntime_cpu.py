@@ -8,12 +8,14 @@ from functools import partial
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
-from mtp_engines.lowering import rules
+from mtp_engines.kernels.packing import PackedMatrices
+from mtp_engines.lowering import own_kernels, rules
 from mtp_engines.lowering.cached_attention import cached_attention, latent_attention
 from mtp_engines.lowering.caches import stored_width
 from mtp_engines.lowering.convolution import causal_conv_state
 from mtp_engines.lowering.experts import routed_experts
 from mtp_engines.lowering.factors import pack_factors
+from mtp_engines.lowering.own_kernels import KERNELS
 from mtp_engines.lowering.products import FAST, Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, DOMAIN, OPSET, GraphBuilder
@@ -28,36 +30,43 @@ _RULES: dict[str, Rule] = {
     "RotatedRows": rules.rotated_rows,
     "RoutedExperts": routed_experts,
 }
+_OWN_RULES: dict[str, Rule] = {
+    "CachedAttention": own_kernels.cached_attention,
+    "CausalConvState": own_kernels.causal_conv_state,
+    "GatedDelta": own_kernels.gated_delta,
+    "LatentAttention": own_kernels.latent_attention,
+}
 _ATTENTION = {"CachedAttention": cached_attention, "LatentAttention": latent_attention}
 _MATRICES = ("BlockWeight", "RotatedWeight")
 """Read by the products themselves."""
 
 
-def lower(model: ir.Model, accuracy: int = FAST, threads: int = 1) -> ir.Model:
+def lower(model: ir.Model, accuracy: int = FAST, threads: int = 1, packed: PackedMatrices | None = None) -> ir.Model:
     """Replace every canonical node by kernels of ONNX Runtime; the model is changed and returned.
 
     Args:
         accuracy: of products with matrices of integers, `FAST` or `WIDE`.
         threads: that share the heads of an attention; they change its speed and no result.
+        packed: memory for matrices of integers; with it the kernels of this project run, without it ONNX Runtime's.
     """
-    graph, products = model.graph, Products(accuracy)
+    graph, products = model.graph, Products(accuracy, packed)
+    attention: dict[str, Rule] = {name: partial(rule, threads=threads) for name, rule in _ATTENTION.items()}
+    replacements = _RULES | (attention if packed is None else _OWN_RULES)
     for node in list(graph):
         matrix = matrix_of(node) if node.op_type == "MatMul" else None
         if matrix is not None:
             _replace(graph, node, partial(_product, matrix=matrix, products=products))
-        elif node.op_type in _ATTENTION:
-            _replace(graph, node, partial(_ATTENTION[node.op_type], threads=threads))
         elif node.domain == DOMAIN and node.op_type not in _MATRICES:
-            _replace(graph, node, _RULES[node.op_type])
+            _replace(graph, node, replacements[node.op_type])
         elif node.op_type == "MatMul" and _is_headwise(node):
             _replace(graph, node, rules.headwise)
     _widen_caches(graph)
     pack_factors(graph)
     drop_unused(graph)
     graph.opset_imports.clear()
-    graph.opset_imports.update({"": OPSET, CONTRIB: 1})
+    graph.opset_imports.update({"": OPSET, CONTRIB: 1, KERNELS: 1})
     model.functions.clear()
-    return model
+    return own_kernels.keep(model, packed)
 
 
 def _product(g: GraphBuilder, node: ir.Node, matrix: Matrix, products: Products) -> list[ir.Value]:

@@ -8,8 +8,10 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from mtp_engines.kernels.packing import PackedMatrices
 from mtp_engines.lowering.blocks import BlockProducts
 from mtp_engines.lowering.integers import IntegerProducts
+from mtp_engines.lowering.own_kernels import packed_product
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder
 
 FAST, WIDE = 4, 0
@@ -84,10 +86,18 @@ def block_columns(node: ir.Node) -> int:
 class Products:
     """Adds the products of one graph."""
 
-    def __init__(self, accuracy: int = FAST) -> None:
-        """`accuracy`: `FAST` or `WIDE`, for matrices of integers."""
+    def __init__(self, accuracy: int = FAST, packed: PackedMatrices | None = None) -> None:
+        """Args:
+        accuracy: `FAST` or `WIDE`, for matrices of integers.
+        packed: where the kernels of this project find matrices of integers; None has ONNX Runtime multiply them.
+        """
+        self._packed = packed if accuracy == FAST else None
         self._blocks = BlockProducts(accuracy)
         self._integers = IntegerProducts(exact=accuracy == WIDE)
+
+    def packs(self, matrix: Matrix) -> bool:
+        """Whether a product reads the matrix packed, and no initializer of the graph."""
+        return self._packed is not None and matrix.storage != "whole"
 
     def add(self, g: GraphBuilder, x: ir.Value, matrix: Matrix, axis: int) -> ir.Value:
         """x @ matrix^T.
@@ -98,6 +108,8 @@ class Products:
         """
         if matrix.storage == "whole":
             return g.op("FusedMatMul", x, *matrix.tensors, domain=CONTRIB, transB=1)
+        if self._packed is not None:
+            return packed_product(g, x, matrix, self._packed)
         values, scales = matrix.tensors
         if matrix.storage == "blocks":
             return self._blocks.add(g, x, values, scales, matrix.shape, axis=axis)

@@ -16,6 +16,7 @@ from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, GatedDeltaSpec, Mixer, ModelSpec
+from mtp_engines.kernels.packing import packed_matrices
 from mtp_engines.lowering.caches import cache_shape
 from mtp_engines.lowering.heads import without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
@@ -28,21 +29,21 @@ _CAPACITY = 512
 
 
 class Backbone:
-    """The lowered backbone of a bundle, run in pieces."""
+    """The backbone of a bundle in pieces, each lowered by itself: packed weights of the whole would fill memory."""
 
     def __init__(self, path: Path, spec: ModelSpec, limits: Limits, accuracy: int = WIDE) -> None:
         """`accuracy` of products with matrices of integers."""
-        self._graph, self._folder = lower(without_head(ir.load(path)), accuracy).graph, path.parent
+        self._pieces = _Pieces(without_head(ir.load(path)).graph, path.parent, accuracy)
         self._spec, self._limits = spec, limits
 
     @property
     def rounds_rows(self) -> bool:
         """Whether products have matrices of integers, which another accuracy computes differently."""
-        return any(node.op_type in ("MatMulNBits", "MatMulIntegerToFloat") for node in self._graph)
+        return any(node.op_type in ("BlockWeight", "RotatedWeight") for node in self._pieces.graph)
 
     def embed(self, ids: npt.NDArray[np.int64]) -> Floats:
         """float32[1, rows, hidden_size] for int64[rows]."""
-        piece = open_piece(self._graph, [names.INPUT_IDS], [names.residual(0)], self._folder)
+        piece = self._pieces.open([names.INPUT_IDS], [names.residual(0)])
         embedded: Floats = piece.run([names.residual(0)], {names.INPUT_IDS: ids[None]})[0]
         return embedded
 
@@ -50,21 +51,19 @@ class Backbone:
         """One layer with its empty state."""
         mixer = self._spec.layers[index].mixer
         ends = (names.residual(index), names.residual(index + 1))
-        return LayerPiece(self._graph, self._folder, mixer, index, *ends, self._limits)
+        return LayerPiece(self._pieces, mixer, index, *ends, self._limits)
 
     def final(self, x: Floats) -> Floats:
         """The hidden state after the final norm."""
         source = names.residual(len(self._spec.layers))
-        hidden: Floats = open_piece(self._graph, [source], [names.HIDDEN], self._folder).run(None, {source: x})[0]
+        hidden: Floats = self._pieces.open([source], [names.HIDDEN]).run(None, {source: x})[0]
         return hidden
 
 
 class LayerPiece:
-    """One decoder layer of a lowered graph."""
+    """One decoder layer."""
 
-    def __init__(
-        self, graph: ir.Graph, folder: Path, mixer: Mixer, index: int, source: str, target: str, limits: Limits
-    ) -> None:
+    def __init__(self, pieces: _Pieces, mixer: Mixer, index: int, source: str, target: str, limits: Limits) -> None:
         self._source, self._target = source, target
         self._states = empty_states(mixer, index, limits)
         self._attends = not isinstance(mixer, GatedDeltaSpec)
@@ -72,11 +71,11 @@ class LayerPiece:
         if self._attends:
             inputs += [names.POSITION_IDS, names.PAST_LENGTH]
         self._outputs = [target, *(_present(name) for name in self._states)]
-        if names.routing(index) in {value.name for node in graph for value in node.outputs}:
+        if names.routing(index) in pieces.named:
             self._outputs.append(names.routing(index))
         self.routing: npt.NDArray[np.int64] | None = None
         """int64[rows, top_k], the experts that each row of the last run was sent to, if the layer has experts."""
-        self._session = open_piece(graph, inputs, self._outputs, folder)
+        self._session = pieces.open(inputs, self._outputs)
 
     def run(self, x: Floats) -> Floats:
         """float32[1, rows, hidden_size] through the layer from an empty state."""
@@ -126,10 +125,9 @@ def run_head(
         chosen experts, if there are any.
     """
     assert spec.mtp is not None
-    graph = lower(without_head(ir.load(path)), WIDE).graph
-    named = {value.name for node in graph for value in node.outputs}
-    wanted = [names.stage(name) for name in names.HEAD_STAGES if names.stage(name) in named]
-    wanted += [name for name in (names.HIDDEN_OUT, names.CHAIN_OUT, names.routing("head")) if name in named]
+    pieces = _Pieces(without_head(ir.load(path)).graph, path.parent, WIDE)
+    wanted = [names.stage(name) for name in names.HEAD_STAGES if names.stage(name) in pieces.named]
+    wanted += [name for name in (names.HIDDEN_OUT, names.CHAIN_OUT, names.routing("head")) if name in pieces.named]
     states = empty_states(spec.mtp.layers[depth].mixer, 0, limits)
     feed: Feed = {
         names.INPUT_IDS: ids[None],
@@ -140,14 +138,22 @@ def run_head(
     }
     if spec.mtp.tap_projection:
         feed[names.CHAIN] = np.zeros((1, 0, spec.mtp.hidden_size), np.float32)
-    session = open_piece(graph, list(feed), wanted, path.parent)
+    session = pieces.open(list(feed), wanted)
     return {name: value[0] for name, value in zip(wanted, session.run(wanted, feed), strict=True)}
 
 
-def open_piece(graph: ir.Graph, inputs: list[str], outputs: list[str], folder: Path) -> Any:
-    """A session over the part of a lowered graph between named values."""
-    piece = ir.convenience.extract(graph, inputs, outputs)
-    return open_session(ir.Model(piece, ir_version=IR_VERSION), folder)
+class _Pieces:
+    """Parts of a canonical graph between named values, as sessions."""
+
+    def __init__(self, graph: ir.Graph, folder: Path, accuracy: int) -> None:
+        """`accuracy` of products with matrices of integers."""
+        self.graph, self._folder, self._accuracy = graph, folder, accuracy
+        self.named = {value.name for node in graph for value in node.outputs}
+
+    def open(self, inputs: list[str], outputs: list[str]) -> Any:
+        """The part that makes `outputs` of `inputs`, lowered."""
+        piece = ir.Model(ir.convenience.extract(self.graph, inputs, outputs), ir_version=IR_VERSION)
+        return open_session(lower(piece, self._accuracy, packed=packed_matrices()), self._folder)
 
 
 def empty_states(mixer: Mixer, index: int, limits: Limits) -> Feed:

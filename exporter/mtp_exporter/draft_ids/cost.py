@@ -15,6 +15,7 @@ from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph
 from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph, open_session
 from mtp_engines.contracts.manifest import DraftVocabulary, Limits, WeightFormats
 from mtp_engines.contracts.model import ModelSpec, MoeSpec
+from mtp_engines.kernels.packing import packed_matrices
 from mtp_engines.lowering.heads import head_model, without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_exporter.prepare import Prepared
@@ -72,10 +73,11 @@ def time_draft_step(
         return vocabulary
     threads = 1 if vocabulary.step_whole.weight_bytes < _ONE_THREAD_BYTES else 0
     folder, width = backbone.parent, spec.mtp.hidden_size
-    layer = open_session(lower(without_head(load_graph(head))), folder, threads=threads)
+    packed = packed_matrices()
+    layer = open_session(lower(without_head(load_graph(head)), packed=packed), folder, threads=threads)
     heads = []
     for graph in (head, backbone):
-        scores = VocabularyHead(open_session(head_model(load_graph(graph)), folder, threads=threads), width)
+        scores = VocabularyHead(open_session(head_model(load_graph(graph), packed), folder, threads=threads), width)
         heads.append(ChainedHead(HeadGraph.of_depth(layer, spec, 0, limits, 1), 1, scores))
     tokens, rows = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     hidden = np.random.default_rng(0).standard_normal((1, 1, spec.tap_width), np.float32)

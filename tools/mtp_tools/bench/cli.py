@@ -37,7 +37,7 @@ from mtp_tools.bench.report import (
     speed_table,
     tokens_sha256,
 )
-from mtp_tools.bench.sizes import engine_threads, sizes_of, step_bytes
+from mtp_tools.bench.sizes import engine_threads, kernels_of, sizes_of, step_bytes
 from mtp_tools.bench.summary import Row, summarise
 
 _CACHED = 64 << 20
@@ -157,7 +157,8 @@ def run_bench(asked: Asked) -> tuple[dict[str, Any], list[Row]]:
         print(line)
     count = "threads as the backend chooses" if threads is None else f"threads: {threads}"
     clock = "; time on a CPU" if plan.cpu_time else ""
-    print(f"prompt: {given.source}; new tokens: {plan.new_tokens}; rounds: {plan.repeats}; {count}{clock}")
+    kernels = "" if result["kernels"] is None else f"; kernels: {result['kernels']}"
+    print(f"prompt: {given.source}; new tokens: {plan.new_tokens}; rounds: {plan.repeats}; {count}{kernels}{clock}")
     print(memory_line(memory))
     print(roofline_line(found, found is not None and found["step_bytes"] < _CACHED))
     print(f"repeat: {asked.command}", flush=True)
@@ -177,6 +178,7 @@ def _settings(asked: Asked, given: Given, model: Model, threads: int | None, loa
         "repeats": asked.repeats,
         "seed": asked.seed,
         "threads": threads,
+        "kernels": kernels_of(model.engine),
         "cpu_time": asked.cpu_time,
         "versions": machine.versions(),
         "machine": {

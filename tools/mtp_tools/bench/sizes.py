@@ -98,3 +98,8 @@ def engine_threads(engine: Engine, physical: int) -> int | None:
     if not isinstance(engine, CpuEngine):
         return None
     return engine.sessions.backbone.get_session_options().intra_op_num_threads or physical
+
+
+def kernels_of(engine: Engine) -> str | None:
+    """Whose kernels multiply on a CPU, "own" or "onnxruntime"; None where ONNX Runtime on a CPU does not run."""
+    return engine.kernels if isinstance(engine, CpuEngine) else None

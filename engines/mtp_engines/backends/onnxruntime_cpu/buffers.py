@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from mtp_engines.contracts.model import FLOAT_BYTES
+
 AnyArray = npt.NDArray[Any]
+_ALIGNMENT = 64
+"""What kernels want that write past the caches."""
 
 
 class Bound:
@@ -42,5 +47,9 @@ class Bound:
 
 
 def zeros(*shape: int) -> npt.NDArray[np.float32]:
-    """float32 zeros; untouched pages cost no memory."""
-    return np.zeros(shape, np.float32)
+    """float32 zeros at an address that is a multiple of 64 bytes; untouched pages cost no memory."""
+    size = FLOAT_BYTES * math.prod(shape)
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    aligned: npt.NDArray[np.float32] = memory[start : start + size].view(np.float32).reshape(shape)
+    return aligned

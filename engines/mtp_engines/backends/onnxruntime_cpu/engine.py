@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -15,10 +16,12 @@ from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.cores import physical_cores, read_cpuinfo
 from mtp_engines.errors import RequestError
+from mtp_engines.kernels.packing import packed_matrices
 from mtp_engines.lowering.commit import commit_model
 from mtp_engines.lowering.heads import head_model, without_head
 from mtp_engines.lowering.last_row import only_last_row
 from mtp_engines.lowering.onnxruntime_cpu import lower
+from mtp_engines.lowering.own_kernels import commit_model as own_commit_model
 
 
 class CpuEngine:
@@ -54,26 +57,33 @@ class CpuEngine:
         """
         self.spec, self.limits, self.numerics = spec, limits, numerics
 
+        workers = threads or physical_cores(read_cpuinfo())
+        packed = packed_matrices(workers)
+        self.kernels = "onnxruntime" if packed is None else "own"
+
         def session(model: ir.Model) -> ort.InferenceSession:
             return open_session(model, backbone.parent, threads=threads)
 
         def lowered(model: ir.Model) -> ir.Model:
-            return lower(model, threads=threads or physical_cores(read_cpuinfo()))
+            return lower(model, threads=workers, packed=packed)
 
-        is_recurrent = any(spec.delta_layers())
+        commits: list[ir.Model] = []
+        if any(spec.delta_layers()):
+            own, theirs = [own_commit_model], [partial(commit_model, masked=masked) for masked in (True, False)]
+            commits = [make(spec) for make in (theirs if packed is None else own)]
         # A further depth reads every row of the one before it; behind a single one, drafts go on from the last row.
         heads = [without_head(load_graph(path)) for path in mtp]
         heads = [only_last_row(heads[0])] if len(heads) == 1 else heads
         with in_huge_pages():
             # The head first: its matrix is the largest, and while it is packed it is in memory twice.
-            head = session(head_model(load_graph(backbone)))
+            head = session(head_model(load_graph(backbone), packed))
             self.sessions = Sessions(
                 backbone=session(lowered(without_head(load_graph(backbone)))),
                 head=head,
-                commit=session(commit_model(spec, masked=True)) if is_recurrent else None,
-                commit_all=session(commit_model(spec, masked=False)) if is_recurrent else None,
+                commit=session(commits[0]) if commits else None,
+                commit_all=session(commits[1]) if len(commits) > 1 else None,
                 mtp=tuple(session(lowered(model)) for model in heads),
-                draft_head=session(head_model(load_graph(mtp[0]))) if spec.mtp and spec.mtp.own_head else None,
+                draft_head=session(head_model(load_graph(mtp[0]), packed)) if spec.mtp and spec.mtp.own_head else None,
             )
 
     def sequences(self, batch: int = 1, cache_rows: int | None = None) -> CpuSequences:

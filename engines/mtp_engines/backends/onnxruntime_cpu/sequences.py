@@ -256,7 +256,7 @@ class _Step:
                 f"Only {kept.tolist()} of {self.rows} rows were to be kept, but one sequence's run of more rows than "
                 "the bundle's largest draft and one is kept whole."
             )
-        is_alone = len(kept) == 1
+        is_alone = len(kept) == 1 and self._sessions.commit_all is not None
         width = int(kept[0]) if is_alone else self.rows
         if (width, half) not in self._replays:
             session = self._sessions.commit_all if is_alone else self._sessions.commit

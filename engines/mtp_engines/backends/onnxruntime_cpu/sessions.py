@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from mtp_engines.errors import BundleError
+from mtp_engines.kernels.library import path_of_kernels
 from mtp_plugins.graph import IR_VERSION, OPSET
 
 
@@ -89,6 +90,9 @@ def open_session(
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
     if not prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
+    kernels = path_of_kernels()
+    if kernels is not None:
+        options.register_custom_ops_library(str(kernels))
     if weights:
         options.add_external_initializers(list(weights), list(weights.values()))
     payload = ir.to_proto(model).SerializeToString()

@@ -1,0 +1,73 @@
+"""The compiled kernels: where they are, and whether this processor should use them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+from mtp_engines.cores import read_cpuinfo
+from mtp_engines.errors import BundleError
+from mtp_engines.kernels.build import LIBRARY, SOURCES, source_digest
+
+CHOICE = "MTP_CPU_KERNELS"
+"""Environment variable: `own` takes these kernels wherever they run, `onnxruntime` never; without it they are taken
+where they were measured to be faster, on processors with AVX2 and without instructions for products of 8-bit integers,
+for which ONNX Runtime has kernels that use them."""
+_CHOICES = ("own", "onnxruntime")
+_BETTER_THERE = frozenset({"avx_vnni", "avx512_vnni"})
+
+
+def path_of_kernels() -> Path | None:
+    """The library for `register_custom_ops_library`; None where ONNX Runtime's own kernels run.
+
+    Raises:
+        BundleError: the environment asks for kernels that there are not, or for something unknown.
+    """
+    asked = os.environ.get(CHOICE, "")
+    if asked and asked not in _CHOICES:
+        raise BundleError(f"{CHOICE} is {asked!r}. It takes {' or '.join(_CHOICES)}; unset it to let the tool choose.")
+    missing = why_missing()
+    if asked == "own" and missing is not None:
+        raise BundleError(f"{CHOICE} asks for the tool's own kernels, but {missing}.")
+    if asked == "onnxruntime" or missing is not None:
+        return None
+    return LIBRARY if asked == "own" or _BETTER_THERE.isdisjoint(_flags()) else None
+
+
+@cache
+def why_missing() -> str | None:
+    """Why the kernels cannot run here, as a part of a sentence; None if they can."""
+    if not LIBRARY.exists():
+        return "they were not compiled when the package was installed; install it again where a C++ compiler is"
+    try:
+        kernels = ctypes.CDLL(str(LIBRARY))
+        kernels.mtp_source_digest.restype = ctypes.c_char_p
+        digest, supported = kernels.mtp_source_digest().decode(), bool(kernels.mtp_is_supported())
+    except (OSError, AttributeError) as error:
+        return f"they cannot be loaded ({error}); install the package again"
+    if SOURCES.exists() and digest != source_digest():
+        return "they were compiled from other sources; install the package again"
+    return None if supported else "this processor has no AVX2"
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """The library with the types of its functions."""
+    found = ctypes.CDLL(str(LIBRARY))
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    found.mtp_new_arena.restype = pointer
+    found.mtp_let_arena_go.argtypes, found.mtp_let_arena_go.restype = [pointer], None
+    found.mtp_pack_blocks.argtypes, found.mtp_pack_blocks.restype = [pointer] * 3 + [number] * 3, pointer
+    found.mtp_pack_rotated.argtypes, found.mtp_pack_rotated.restype = [pointer] * 3 + [number] * 5, pointer
+    return found
+
+
+def _flags() -> frozenset[str]:
+    """What the first processor can do."""
+    for line in read_cpuinfo().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()

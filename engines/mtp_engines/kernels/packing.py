@@ -1,0 +1,63 @@
+"""Matrices of a bundle in the layout of the kernels."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_engines.errors import BundleError
+from mtp_engines.kernels.library import kernels, path_of_kernels
+
+Integers = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+class PackedMatrices:
+    """Memory of packed matrices, which an engine's sessions read by address.
+
+    It lies in huge pages where the system gives them. An address is good for opening sessions for as long as this
+    object lives; sessions that are open keep the memory.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        """`threads`: that pack a matrix."""
+        self._threads = threads
+        self._arena = kernels().mtp_new_arena()
+        weakref.finalize(self, kernels().mtp_let_arena_go, self._arena)
+
+    def blocks(self, blocks: Integers, scales: Floats, columns: int) -> int:
+        """The address of a matrix for `BlockWeight`'s operands, uint8[rows, count, 32] and float32[rows, count]."""
+        blocks, scales = np.ascontiguousarray(blocks), np.ascontiguousarray(scales)
+        return _known(
+            kernels().mtp_pack_blocks(
+                self._arena, blocks.ctypes.data, scales.ctypes.data, len(blocks), columns, self._threads
+            )
+        )
+
+    def rotated(self, values: Integers, scales: Floats, run: int, *, by_rows: bool) -> int:
+        """The address of a matrix for `RotatedWeight`'s operands, uint8[columns, rows] and float32[rows].
+
+        Args:
+            run: columns that are turned together.
+            by_rows: values are uint8[rows, columns].
+        """
+        values, scales = np.ascontiguousarray(values), np.ascontiguousarray(scales)
+        columns = values.shape[1] if by_rows else values.shape[0]
+        return _known(
+            kernels().mtp_pack_rotated(
+                self._arena, values.ctypes.data, scales.ctypes.data, len(scales), columns, run, by_rows, self._threads
+            )
+        )
+
+
+def packed_matrices(threads: int = 1) -> PackedMatrices | None:
+    """Memory for one engine's matrices; None where ONNX Runtime's kernels multiply."""
+    return None if path_of_kernels() is None else PackedMatrices(threads)
+
+
+def _known(address: int | None) -> int:
+    if address is None:
+        raise BundleError("There is not enough memory for the weights. Close other programs, or take a smaller model.")
+    return address

@@ -1,0 +1,111 @@
+// The operator `ShortConvolution`: depthwise causal convolution over rows, then SiLU.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "exponential.h"
+#include "operators.h"
+
+namespace mtp {
+namespace {
+
+constexpr int kTaskChannels = 512;
+constexpr size_t kAlone = 4 << 10;  // Numbers that one thread works off sooner than it wakes another.
+
+struct Kernel {
+    Api api;
+};
+
+struct Convolution {
+    const float *x, *weight, *past;
+    float *output, *present;
+    int sequences, rows, channels, taps;
+
+    int parts() const { return (channels + kTaskChannels - 1) / kTaskChannels; }
+
+    // Row `row` of a sequence, which for negative ones stands in the past.
+    const float* at(int sequence, int row) const {
+        return row >= 0 ? x + (static_cast<size_t>(sequence) * rows + row) * channels
+                        : past + (static_cast<size_t>(sequence) * (taps - 1) + taps - 1 + row) * channels;
+    }
+};
+
+__m256 silu(__m256 x) {
+    const __m256 one = _mm256_set1_ps(1), negative = _mm256_sub_ps(_mm256_setzero_ps(), x);
+    return _mm256_div_ps(x, _mm256_add_ps(one, exponential(negative)));
+}
+
+struct Lanes {
+    __m256i mask;
+
+    explicit Lanes(int count) {
+        static constexpr int lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+        mask = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 8 - count));
+    }
+    __m256 load(const float* from) const { return _mm256_maskload_ps(from, mask); }
+    void store(float* to, __m256 values) const { _mm256_maskstore_ps(to, mask, values); }
+};
+
+struct AllLanes {
+    __m256 load(const float* from) const { return _mm256_loadu_ps(from); }
+    void store(float* to, __m256 values) const { _mm256_storeu_ps(to, values); }
+};
+
+// Up to 8 channels of a row; the last ones of a row by the same arithmetic as the others.
+template <class Access>
+void convolve(const Convolution& c, int sequence, int row, int first, const Access& access) {
+    __m256 sum = _mm256_setzero_ps();
+    for (int tap = 0; tap < c.taps; ++tap) {
+        const __m256 weight = access.load(c.weight + static_cast<size_t>(tap) * c.channels + first);
+        sum = _mm256_fmadd_ps(access.load(c.at(sequence, row + tap + 1 - c.taps) + first), weight, sum);
+    }
+    access.store(c.output + (static_cast<size_t>(sequence) * c.rows + row) * c.channels + first, silu(sum));
+}
+
+void run_task(void* data, size_t task) {
+    const Convolution& c = *static_cast<Convolution*>(data);
+    const int part = static_cast<int>(task) % c.parts(), place = static_cast<int>(task) / c.parts();
+    const int last = std::min(c.channels, (part + 1) * kTaskChannels);
+    int channel = part * kTaskChannels;
+    for (; channel + 8 <= last; channel += 8) convolve(c, place / c.rows, place % c.rows, channel, AllLanes());
+    if (channel < last) convolve(c, place / c.rows, place % c.rows, channel, Lanes(last - channel));
+}
+
+Status* compute(void* state, runtime::Context* context) {
+    const Kernel& kernel = *static_cast<Kernel*>(state);
+    Tensors tensors(kernel.api, context);
+    const Tensor x = tensors.input(0), weight = tensors.input(1), past = tensors.input(2);
+    const Tensor output = tensors.output(0, x), present = tensors.output(1, past);
+    if (tensors.status != nullptr) return tensors.status;
+    Convolution c{x.floats(), weight.floats(), past.floats(), output.floats(), present.floats(),
+                  static_cast<int>(x.sizes[0]), static_cast<int>(x.sizes[1]), static_cast<int>(x.sizes[2]),
+                  static_cast<int>(weight.sizes[0])};
+    if (x.axes != 3 || weight.axes != 2 || past.axes != 3 || weight.sizes[1] != c.channels || past.sizes[1] != c.taps - 1)
+        return kernel.api.error("ShortConvolution got tensors that do not fit together.");
+    for (int sequence = 0; sequence < c.sequences; ++sequence)
+        for (int tap = 0; tap + 1 < c.taps; ++tap)
+            std::memcpy(c.present + (static_cast<size_t>(sequence) * (c.taps - 1) + tap) * c.channels,
+                        c.at(sequence, c.rows + tap + 1 - c.taps), c.channels * sizeof(float));
+    const size_t tasks = static_cast<size_t>(c.sequences) * c.rows * c.parts();
+    if (static_cast<size_t>(c.sequences) * c.rows * c.channels > kAlone)
+        return kernel.api.parallel_for(context, run_task, tasks, &c);
+    for (size_t task = 0; task < tasks; ++task) run_task(&c, task);
+    return nullptr;
+}
+
+}  // namespace
+
+Operation short_convolution() {
+    Operation operation = operation_of<3, 2>();
+    operation.name = [](const Operation*) { return "ShortConvolution"; };
+    operation.create = [](const Operation*, const void* table, const runtime::Info*, void** state) -> Status* {
+        *state = new Kernel{Api(table)};
+        return nullptr;
+    };
+    operation.compute = compute;
+    operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
+    return operation;
+}
+
+}  // namespace mtp

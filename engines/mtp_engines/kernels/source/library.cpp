@@ -1,0 +1,92 @@
+// The library's face: packing for Python, and the operators for ONNX Runtime.
+#include <algorithm>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "matrices.h"
+#include "operators.h"
+
+namespace mtp {
+namespace {
+
+constexpr const char* kDomain = "mtp.kernels";
+constexpr int kUsed = 63;
+
+template <class Pack>
+void in_threads(const Matrix& matrix, int threads, Pack pack) {
+    const int groups = group_count(matrix), step = (groups + threads - 1) / threads;
+    std::vector<std::thread> running;
+    for (int first = step; first < groups; first += step)
+        running.emplace_back([=] { pack(first, std::min(groups, first + step)); });
+    pack(0, std::min(groups, step));
+    for (std::thread& thread : running) thread.join();
+}
+
+Matrix* new_matrix(Arena& arena, Kind kind, int outputs, int columns, int run) {
+    uint8_t* own = arena.take(sizeof(Matrix));
+    if (own == nullptr) return nullptr;
+    Matrix* matrix = new (own) Matrix{Matrix::kMark, kind, outputs, columns, 0, run, nullptr, nullptr, &arena};
+    if (kind == Kind::blocks) matrix->blocks = (columns + kUsed - 1) / kUsed;
+    matrix->data = arena.take(group_count(*matrix) * group_bytes(*matrix));
+    if (kind == Kind::rotated)
+        matrix->scales = reinterpret_cast<float*>(arena.take(group_count(*matrix) * kRotatedGroup * sizeof(float)));
+    const bool whole = matrix->data != nullptr && (kind == Kind::blocks || matrix->scales != nullptr);
+    return whole ? matrix : nullptr;
+}
+
+}  // namespace
+}  // namespace mtp
+
+#define MTP_EXPORT extern "C" __attribute__((visibility("default")))
+
+MTP_EXPORT const char* mtp_source_digest() { return MTP_SOURCE_DIGEST; }
+
+MTP_EXPORT int mtp_is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+MTP_EXPORT void* mtp_new_arena() { return new mtp::Arena; }
+
+MTP_EXPORT void mtp_let_arena_go(void* arena) { static_cast<mtp::Arena*>(arena)->let_go(); }
+
+// A matrix for the attribute of `PackedProduct`, owned by the arena; nullptr if there is no memory.
+MTP_EXPORT void* mtp_pack_blocks(void* arena, const uint8_t* blocks, const float* scales, int outputs, int columns,
+                                 int threads) {
+    mtp::Matrix* matrix = mtp::new_matrix(*static_cast<mtp::Arena*>(arena), mtp::Kind::blocks, outputs, columns, 0);
+    if (matrix != nullptr)
+        mtp::in_threads(*matrix, threads,
+                        [=](int first, int last) { mtp::pack_blocks(blocks, scales, first, last, *matrix); });
+    return matrix;
+}
+
+MTP_EXPORT void* mtp_pack_rotated(void* arena, const uint8_t* values, const float* scales, int outputs, int columns,
+                                  int run, int by_rows, int threads) {
+    mtp::Matrix* matrix = mtp::new_matrix(*static_cast<mtp::Arena*>(arena), mtp::Kind::rotated, outputs, columns, run);
+    if (matrix != nullptr)
+        mtp::in_threads(*matrix, threads, [=](int first, int last) {
+            mtp::pack_rotated(values, scales, by_rows != 0, first, last, *matrix);
+        });
+    return matrix;
+}
+
+namespace {
+
+// The domain that all sessions share, made once; a status if that fails.
+struct Domain {
+    mtp::runtime::Operation operations[5] = {mtp::packed_product(), mtp::delta_rule(), mtp::delta_commit(),
+                                             mtp::short_convolution(), mtp::cached_attention()};
+    void* domain = nullptr;
+    mtp::runtime::Status* status;
+
+    explicit Domain(const mtp::runtime::Api& api) : status(api.create_domain(mtp::kDomain, &domain)) {
+        for (const mtp::runtime::Operation& operation : operations)
+            if (status == nullptr) status = api.add(domain, &operation);
+    }
+};
+
+}  // namespace
+
+MTP_EXPORT mtp::runtime::Status* RegisterCustomOps(void* options, const mtp::runtime::Base* base) {
+    const mtp::runtime::Api api(base->get_api(mtp::runtime::kVersion));
+    static const Domain domain(api);
+    return domain.status != nullptr ? domain.status : api.add_domain(options, domain.domain);
+}

@@ -1,0 +1,41 @@
+// Matrices in the layout of the kernels, in memory that lies in huge pages.
+#pragma once
+
+#include <cstdint>
+
+#include "memory.h"
+#include "rows.h"
+
+namespace mtp {
+
+enum class Kind : int32_t { blocks = 1, rotated = 2 };
+
+// A matrix [outputs, columns]; `data` as the file of its kind describes it.
+struct Matrix {
+    uint64_t mark;
+    Kind kind;
+    int32_t outputs, columns, blocks, run;
+    uint8_t* data;
+    float* scales;  // of `rotated`
+    Arena* arena;
+
+    static constexpr uint64_t kMark = 0x6d74702e6d617431;
+};
+
+// Columns that are packed together are a group.
+int group_count(const Matrix& matrix);
+size_t group_bytes(const Matrix& matrix);
+
+// blocks.cpp: 8 columns together, for each block 256 bytes of integers and their 8 scales.
+constexpr int kBlockGroup = 8;
+constexpr int kBlockBytes = 288;
+void pack_blocks(const uint8_t* blocks, const float* scales, int first_group, int last_group, Matrix& matrix);
+void multiply_blocks(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, float* out);
+
+// rotated.cpp: 16 columns together, for each pair of rows 32 bytes of integers.
+constexpr int kRotatedGroup = 16;
+void pack_rotated(const uint8_t* values, const float* scales, bool by_rows, int first_group, int last_group,
+                  Matrix& matrix);
+void multiply_rotated(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, float* out);
+
+}  // namespace mtp

@@ -1,0 +1,47 @@
+// Rows of activations, turned by Hadamard matrices and rounded to integers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace mtp {
+
+// Rows are multiplied four at a time, then those that are left. What a step reads of the rows of a tile lies together:
+// of every `piece` values, first those of the tile's first row, then those of its second.
+constexpr int kTile = 4;
+
+// Where a tile begins, how many rows it has, and which of them a row is.
+struct Place {
+    int first, count, within;
+
+    Place(int row, int rows) {
+        first = row / kTile * kTile;
+        count = rows - first < kTile ? rows - first : kTile;
+        within = row - first;
+    }
+};
+
+// Rows for a matrix of 4-bit blocks: 64 integers for 63 columns, and a scale for each block.
+struct BlockInput {
+    int rows = 0, blocks = 0;
+    std::vector<int8_t> values;    // of each tile [blocks, 16, rows, 4]
+    std::vector<float> scales;     // of each tile [blocks, rows]
+    std::vector<int32_t> offsets;  // the same, -8 times the sum of a block: stored integers are 8 too large
+
+    void resize(int row_count, int block_count);
+    // float32[columns] to row `row`.
+    void set(int row, const float* x, int columns);
+};
+
+// Rows for a matrix of 8-bit integers with one scale a row: integers of 11 to 16 bits.
+struct RotatedInput {
+    int rows = 0, columns = 0;
+    std::vector<int16_t> values;  // of each tile [columns / 2, rows, 2], the columns even
+    std::vector<float> scales;    // [rows]
+
+    void resize(int row_count, int column_count);
+    // float32[stored_columns], turned in runs of `run` columns, to row `row`.
+    void set(int row, const float* x, int stored_columns, int run);
+};
+
+}  // namespace mtp

@@ -1,0 +1,119 @@
+"""Nodes for the kernels of `mtp_engines.kernels`: each does what ONNX Runtime needs several operators for.
+
+What a row gives never depends on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from mtp_engines.contracts import names
+from mtp_engines.contracts.model import ModelSpec
+from mtp_engines.kernels.packing import PackedMatrices
+from mtp_engines.lowering.factors import packed
+from mtp_plugins.graph import Axis, GraphBuilder
+from mtp_plugins.rotated_weight.reference import rotation
+
+if TYPE_CHECKING:
+    from mtp_engines.lowering.products import Matrix
+
+KERNELS = "mtp.kernels"
+"""Domain of the operators that the compiled library registers."""
+
+
+def packed_product(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices) -> ir.Value:
+    """x @ matrix^T for a matrix of integers.
+
+    The graph that comes out holds an address: it is for sessions of this process only.
+    """
+    return g.op("PackedProduct", x, domain=KERNELS, matrix=_pack(matrix, memory))
+
+
+def keep(model: ir.Model, memory: PackedMatrices | None) -> ir.Model:
+    """Let the matrices live as long as the model that has their addresses."""
+    model.meta["packed matrices"] = memory
+    return model
+
+
+def gated_delta(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """`GatedDelta` as one node."""
+    past = node.inputs[5]
+    assert past is not None and past.shape is not None
+    heads, key_dim = node.attributes["num_key_heads"].as_int(), past.shape[2]
+    assert isinstance(key_dim, int)
+    names_ = ("output", "present", "unit_key")
+    return g.op_multi("DeltaRule", *node.inputs, outputs=names_, domain=KERNELS, key_heads=heads, key_dim=key_dim)
+
+
+def causal_conv_state(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """`CausalConvState` as one node."""
+    x, weight, past = node.inputs
+    # Folded when the session is opened.
+    by_tap = g.op("Transpose", g.op("Squeeze", weight, g.constant([1])), perm=[1, 0])
+    return g.op_multi("ShortConvolution", x, by_tap, past, outputs=("output", "present"), domain=KERNELS)
+
+
+def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """`CachedAttention` as one node."""
+    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "num_kv_heads"))
+    return _attend(g, node.inputs, heads, kv_heads)
+
+
+def latent_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
+    """`LatentAttention` as one node, whose key and value are one cache; the third result is that cache again."""
+    query, rows, past, past_length = node.inputs
+    return _attend(g, (query, rows, rows, past, past, past_length), node.attributes["num_heads"].as_int(), 1)
+
+
+def _attend(g: GraphBuilder, inputs: Sequence[ir.Value | None], heads: int, kv_heads: int) -> list[ir.Value]:
+    outputs = ("output", "present_key", "present_value")
+    return g.op_multi(
+        "CachedAttention", *inputs, outputs=outputs, domain=KERNELS, num_heads=heads, num_kv_heads=kv_heads
+    )
+
+
+def commit_model(spec: ModelSpec) -> ir.Model:
+    """States and factors of every gated delta layer, and accepted_rows, int64[batch] -> new states."""
+    g = GraphBuilder("commit")
+    counts = g.input(names.ACCEPTED_ROWS, "int64", ["batch"])
+    for index, mixer in spec.delta_layers():
+        width = sum(mixer.factor_widths.values())
+        shape: list[Axis] = ["batch", mixer.value_heads, mixer.key_head_dim, mixer.value_head_dim]
+        conv_shape: list[Axis] = ["batch", mixer.conv_kernel - 1, mixer.conv_width]
+        with g.scope(f"layers.{index}"):
+            state, conv = g.op_multi(
+                "DeltaCommit",
+                g.input(packed(index), "float32", ["batch", "rows", width]),
+                g.input(names.past_recurrent(index), "float32", shape),
+                g.input(names.past_conv(index), "float32", conv_shape),
+                counts,
+                outputs=("state", "conv"),
+                domain=KERNELS,
+                key_heads=mixer.key_heads,
+                key_dim=mixer.key_head_dim,
+            )
+        g.output(names.present_recurrent(index), state, "float32", shape)
+        g.output(names.present_conv(index), conv, "float32", conv_shape)
+    return g.model(domains=[KERNELS])
+
+
+def _pack(matrix: Matrix, memory: PackedMatrices) -> int:
+    integers, scales = (value.const_value for value in matrix.tensors)
+    try:
+        if matrix.storage == "blocks":
+            return memory.blocks(_read(integers), _read(scales), matrix.shape[1])
+        run = len(rotation(matrix.shape[1]))
+        return memory.rotated(_read(integers), _read(scales), run, by_rows=matrix.storage == "rotated rows")
+    finally:
+        # What was read of the file is in memory until it is let go.
+        for tensor in (integers, scales):
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor.release()
+
+
+def _read(tensor: ir.TensorProtocol | None) -> Any:
+    assert tensor is not None
+    return tensor.numpy()

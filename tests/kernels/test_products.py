@@ -1,0 +1,154 @@
+"""`PackedProduct` against the matrices that the integers stand for, and rows that do not depend on their number."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from mtp_engines.kernels.packing import PackedMatrices
+from mtp_engines.lowering.own_kernels import KERNELS
+from mtp_exporter.storing.blocks import four_bits
+from mtp_plugins.block_weight.reference import block_weight, turning
+from mtp_plugins.graph import GraphBuilder
+from mtp_plugins.rotated_weight.reference import rotated_weight, rotation
+
+from .sessions import normal, open_model
+
+SHAPES = [(70, 192), (5, 64), (33, 100), (17, 21), (8, 63), (1, 1), (16, 640), (300, 1088)]
+"""Rows and columns, whole groups and blocks and parts of them."""
+
+
+class Made(NamedTuple):
+    """A packed matrix, which lives as long as its memory is held, and what it stands for."""
+
+    memory: PackedMatrices
+    address: int
+    weight: np.ndarray
+
+
+Maker = Callable[[int, int], Made]
+
+
+def blocks(rows: int, columns: int) -> Made:
+    """Blocks of 4 bits."""
+    memory, (integers, scales) = PackedMatrices(threads=2), four_bits(normal(1, rows, columns))
+    return Made(memory, memory.blocks(integers, scales, columns), block_weight(integers, scales, turning(), columns))
+
+
+def rotated(rows: int, columns: int) -> Made:
+    """8 bits, by columns."""
+    memory, (integers, scales, by) = PackedMatrices(threads=2), _rotated(rows, columns)
+    address = memory.rotated(integers, scales, len(by), by_rows=False)
+    return Made(memory, address, rotated_weight(integers, scales, by))
+
+
+def rotated_by_rows(rows: int, columns: int) -> Made:
+    """8 bits, by rows."""
+    memory, (integers, scales, by) = PackedMatrices(threads=2), _rotated(rows, columns)
+    address = memory.rotated(integers.T.copy(), scales, len(by), by_rows=True)
+    return Made(memory, address, rotated_weight(integers, scales, by))
+
+
+def _rotated(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(2)
+    integers = generator.integers(1, 256, (columns, rows)).astype(np.uint8)
+    return integers, generator.uniform(0.01, 0.02, rows).astype(np.float32), rotation(columns)
+
+
+KINDS: list[tuple[Maker, float]] = [(blocks, 0.012), (rotated, 0.002), (rotated_by_rows, 0.002)]
+"""How to make a matrix, and the mean error of products over their mean size: of 8 and of at least 11 bits of x."""
+
+
+def open_product(made: Made, threads: int = 1) -> ort.InferenceSession:
+    return open_model(product_model(made.address), threads)
+
+
+def product_model(address: int) -> ir.Model:
+    g = GraphBuilder("product")
+    x = g.input("x", "float32", ["batch", "rows", "columns"])
+    g.output("y", g.op("PackedProduct", x, domain=KERNELS, matrix=address), "float32", ["batch", "rows", "out"])
+    return g.model(domains=[KERNELS])
+
+
+def run(session: ort.InferenceSession, x: np.ndarray) -> np.ndarray:
+    (found,) = session.run(None, {"x": x[None]})
+    return np.asarray(found[0])
+
+
+@pytest.mark.parametrize(("make", "limit"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_matrix(make: Maker, limit: float, shape: tuple[int, int]) -> None:
+    made, x = make(*shape), normal(3, 40, shape[1])
+    got = run(open_product(made), x)
+    expected = x.astype(np.float64) @ made.weight.astype(np.float64).T
+    assert np.abs(got - expected).mean() < limit * np.abs(expected).mean()
+    if shape[0] > 1:
+        moved = np.abs(np.roll(got, 1, axis=1) - expected).mean()
+        assert moved > 0.3 * np.abs(expected).mean(), "control: columns in other places are seen"
+
+
+@pytest.mark.parametrize(("make", "limit"), KINDS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_do_not_depend_on_how_many_there_are(make: Maker, limit: float, threads: int) -> None:
+    session, x = open_product(make(1100, 320), threads), normal(4, 133, 320)
+    together = run(session, x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 64):
+        for first in (0, 3, 133 - rows):
+            np.testing.assert_array_equal(run(session, x[first : first + rows]), together[first : first + rows])
+    (apart,) = session.run(None, {"x": x[:132].reshape(4, 33, 320)})
+    np.testing.assert_array_equal(apart.reshape(132, -1), together[:132])
+    other = x[:2] * np.float32(1.000001)
+    assert (run(session, other) != together[:2]).any(), "control: a millionth is seen"
+
+
+@pytest.mark.parametrize(("make", "limit"), KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row_and_is_seen_there(make: Maker, limit: float, bad: float) -> None:
+    session, x = open_product(make(40, 192)), normal(5, 6, 192)
+    clean = run(session, x)
+    x[2, 77] = bad
+    got = run(session, x)
+    assert not np.isfinite(got[2]).any()
+    np.testing.assert_array_equal(np.delete(got, 2, axis=0), np.delete(clean, 2, axis=0))
+
+
+@pytest.mark.parametrize(("make", "limit"), KINDS)
+def test_zeros_tiny_and_huge_rows(make: Maker, limit: float) -> None:
+    made, x = make(40, 192), normal(6, 1, 192)
+    session = open_product(made)
+    assert not run(session, np.zeros((3, 192), np.float32)).any()
+    for size in (1e-30, 1e-3, 1e20):
+        expected = (x.astype(np.float64) * size) @ made.weight.astype(np.float64).T
+        got = run(session, x * np.float32(size))
+        assert np.abs(got - expected).mean() < 2 * limit * np.abs(expected).mean()
+    assert np.isfinite(run(session, np.full((1, 192), 1e-44, np.float32))).all()
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert run(open_product(blocks(40, 192)), np.zeros((0, 192), np.float32)).shape == (0, 40)
+
+
+def test_a_session_keeps_the_memory_that_it_reads() -> None:
+    session, x = open_product(blocks(40, 192)), normal(7, 3, 192)
+    gc.collect()
+    before = run(session, x)
+    others = [rotated(40, 192) for _ in range(20)]
+    np.testing.assert_array_equal(run(session, x), before)
+    assert others
+
+
+def test_rows_of_another_width_and_memory_that_is_no_matrix_are_refused() -> None:
+    model = product_model((made := blocks(40, 192)).address)
+    with pytest.raises(Exception, match="another width than the matrix"):
+        run(open_model(model), np.zeros((2, 191), np.float32))
+    memory = np.zeros(64, np.uint8)
+    for wrong in (0, memory.ctypes.data):
+        with pytest.raises(Exception, match="no packed matrix"):
+            open_model(product_model(wrong))
+    assert made.memory
