@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from mtp_engines.backends import EngineOptions
+from mtp_engines.backends.onnxruntime_cpu.engine import CpuEngine
 from mtp_engines.bundle import WEIGHTS, open_bundle
 from mtp_engines.contracts.manifest import Manifest, WeightFormats
 from mtp_engines.errors import BuildError
-from mtp_engines.lowering import blocks
+from mtp_engines.kernels.library import CHOICE, why_missing
+from mtp_engines.kernels.packing import PackedMatrices
+from mtp_engines.lowering import blocks, own_kernels, products
+from mtp_engines.lowering.products import Matrix
 from mtp_exporter import BuildOptions, build
 from mtp_exporter.families.description import Need
 from mtp_exporter.storing import weights
 from mtp_exporter.storing.formats import format_of
+from mtp_plugins.graph import GraphBuilder
 from mtp_runtime import load
 from mtp_tools.verify.checks import checks
 from tests.support import build_refused, refused, run_command
@@ -45,9 +51,17 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[WeightFormats, Pat
     return paths
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
-def test_speculation_changes_nothing_in_any_format(bundles: dict[WeightFormats, Path], formats: WeightFormats) -> None:
+@pytest.mark.parametrize("kernels", ["own", "onnxruntime"])
+@pytest.mark.parametrize("formats", [WeightFormats(), *FORMATS], ids=str)
+def test_speculation_changes_nothing_in_any_format(
+    bundles: dict[WeightFormats, Path], formats: WeightFormats, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "own" and why_missing() is not None:
+        pytest.skip(f"there are no kernels: {why_missing()}")
+    monkeypatch.setenv(CHOICE, kernels)
     model = load(bundles[formats], threads=1)
+    assert isinstance(model.engine, CpuEngine)
+    assert model.engine.kernels == kernels
     assert model.manifest.numerics.promise == "exact"
     failed = [line.text for line in checks(model, 12, 24) if not line.holds]
     assert failed == []
@@ -146,12 +160,30 @@ def test_control_integers_that_are_written_wrong_are_noticed(
 
 def test_control_a_lone_row_of_four_bits_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this processor's kernel rounds one row otherwise, a build without the second row says so."""
+    monkeypatch.setenv(CHOICE, "onnxruntime")
     monkeypatch.setattr(blocks, "ZERO_POINT", 8)
     monkeypatch.setattr(blocks, "one_row_rounds_like_several", lambda: True)
     numerics = built(tmp_path / "b", FORMATS[1]).numerics
     if numerics.promise == "exact":
         pytest.skip("this processor's kernel rounds one row like several")
     assert numerics.first_difference is not None
+
+
+def test_control_products_of_ours_that_depend_on_the_rows_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = own_kernels.packed_product
+
+    def wrong(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices) -> ir.Value:
+        rows = g.op("Cast", g.op("Shape", x, start=1, end=2), to=int(ir.DataType.FLOAT))
+        little = g.op("Div", g.constant(1e-5, "float32"), rows)
+        return g.op("Mul", right(g, x, matrix, memory), g.op("Add", g.constant(1.0, "float32"), little))
+
+    monkeypatch.setattr(products, "packed_product", wrong)
+    if why_missing() is not None:
+        pytest.skip(f"there are no kernels: {why_missing()}")
+    monkeypatch.setenv(CHOICE, "own")
+    assert built(tmp_path / "b", FORMATS[1]).numerics.promise == "near-tie"
 
 
 @pytest.mark.parametrize("option", ["weights", "mtp_weights", "head_weights"])

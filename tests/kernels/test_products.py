@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 from mtp_engines.kernels.packing import PackedMatrices
-from mtp_engines.lowering.own_kernels import KERNELS
+from mtp_engines.lowering.own_kernels import KERNELS, merge_products
 from mtp_exporter.storing.blocks import four_bits
 from mtp_plugins.block_weight.reference import block_weight, turning
 from mtp_plugins.graph import GraphBuilder
@@ -61,7 +61,13 @@ def _rotated(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return integers, generator.uniform(0.01, 0.02, rows).astype(np.float32), rotation(columns)
 
 
-KINDS: list[tuple[Maker, float]] = [(blocks, 0.012), (rotated, 0.002), (rotated_by_rows, 0.002)]
+def whole(rows: int, columns: int) -> Made:
+    """Floats."""
+    memory, weight = PackedMatrices(threads=2), normal(1, rows, columns)
+    return Made(memory, memory.whole(weight), weight)
+
+
+KINDS: list[tuple[Maker, float]] = [(blocks, 0.012), (rotated, 0.002), (rotated_by_rows, 0.002), (whole, 1e-6)]
 """How to make a matrix, and the mean error of products over their mean size: of 8 and of at least 11 bits of x."""
 
 
@@ -69,10 +75,11 @@ def open_product(made: Made, threads: int = 1) -> ort.InferenceSession:
     return open_model(product_model(made.address), threads)
 
 
-def product_model(address: int) -> ir.Model:
+def product_model(*addresses: int) -> ir.Model:
     g = GraphBuilder("product")
     x = g.input("x", "float32", ["batch", "rows", "columns"])
-    g.output("y", g.op("PackedProduct", x, domain=KERNELS, matrix=address), "float32", ["batch", "rows", "out"])
+    ys = g.op_multi("PackedProduct", x, outputs=["y"] * len(addresses), domain=KERNELS, matrices=list(addresses))
+    g.output("y", ys[0], "float32", ["batch", "rows", "out"])
     return g.model(domains=[KERNELS])
 
 
@@ -128,6 +135,34 @@ def test_zeros_tiny_and_huge_rows(make: Maker, limit: float) -> None:
         got = run(session, x * np.float32(size))
         assert np.abs(got - expected).mean() < 2 * limit * np.abs(expected).mean()
     assert np.isfinite(run(session, np.full((1, 192), 1e-44, np.float32))).all()
+
+
+def test_matrices_that_meet_the_same_rows_are_one_node() -> None:
+    """What a layer has: large matrices of integers, and small ones of floats."""
+    made = [maker(rows, 192) for maker, rows in ((blocks, 1100), (whole, 5), (rotated, 600), (whole, 16), (blocks, 3))]
+    g = GraphBuilder("products")
+    x = g.input("x", "float32", ["batch", "rows", 192])
+    for number, one in enumerate(made):
+        y = g.op("PackedProduct", x, domain=KERNELS, matrices=[one.address])
+        g.output(f"y{number}", y, "float32", ["batch", "rows", len(one.weight)])
+    model = g.model(domains=[KERNELS])
+    merge_products(model.graph)
+    assert [node.op_type for node in model.graph] == ["PackedProduct"]
+    for threads in (1, 2):
+        session = open_model(model, threads)
+        for rows in (1, 3, 40):
+            given = normal(8, 1, rows, 192)
+            found = session.run([f"y{number}" for number in range(len(made))], {"x": given})
+            for one, got in zip(made, found, strict=True):
+                np.testing.assert_array_equal(got[0], run(open_product(one), given[0]))
+    other = open_model(product_model(made[0].address))
+    assert (run(other, given[0])[:, 5:8] != found[4][0]).any(), "control: another matrix is seen"
+
+
+def test_matrices_of_different_widths_are_no_node() -> None:
+    made = [blocks(8, 192), blocks(8, 191)]
+    with pytest.raises(Exception, match="different widths"):
+        open_model(product_model(*(one.address for one in made)))
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -61,6 +61,7 @@ def kernels() -> ctypes.CDLL:
     found.mtp_let_arena_go.argtypes, found.mtp_let_arena_go.restype = [pointer], None
     found.mtp_pack_blocks.argtypes, found.mtp_pack_blocks.restype = [pointer] * 3 + [number] * 3, pointer
     found.mtp_pack_rotated.argtypes, found.mtp_pack_rotated.restype = [pointer] * 3 + [number] * 5, pointer
+    found.mtp_pack_whole.argtypes, found.mtp_pack_whole.restype = [pointer] * 2 + [number] * 3, pointer
     return found
 
 

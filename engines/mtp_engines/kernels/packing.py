@@ -51,6 +51,11 @@ class PackedMatrices:
             )
         )
 
+    def whole(self, values: Floats) -> int:
+        """The address of a matrix float32[rows, columns]."""
+        values = np.ascontiguousarray(values)
+        return _known(kernels().mtp_pack_whole(self._arena, values.ctypes.data, *values.shape, self._threads))
+
 
 def packed_matrices(threads: int = 1) -> PackedMatrices | None:
     """Memory for one engine's matrices; None where ONNX Runtime's kernels multiply."""

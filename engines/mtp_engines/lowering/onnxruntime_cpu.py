@@ -60,6 +60,7 @@ def lower(model: ir.Model, accuracy: int = FAST, threads: int = 1, packed: Packe
             _replace(graph, node, replacements[node.op_type])
         elif node.op_type == "MatMul" and _is_headwise(node):
             _replace(graph, node, rules.headwise)
+    own_kernels.merge_products(graph)
     _widen_caches(graph)
     pack_factors(graph)
     drop_unused(graph)

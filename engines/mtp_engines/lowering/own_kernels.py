@@ -25,11 +25,28 @@ KERNELS = "mtp.kernels"
 
 
 def packed_product(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices) -> ir.Value:
-    """x @ matrix^T for a matrix of integers.
+    """x @ matrix^T.
 
     The graph that comes out holds an address: it is for sessions of this process only.
     """
-    return g.op("PackedProduct", x, domain=KERNELS, matrix=_pack(matrix, memory))
+    return g.op("PackedProduct", x, domain=KERNELS, matrices=[_pack(matrix, memory)])
+
+
+def merge_products(graph: ir.Graph) -> None:
+    """One node for all products that meet the same rows, which are then rounded once."""
+    together: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph:
+        if node.op_type == "PackedProduct" and (x := node.inputs[0]) is not None:
+            together.setdefault(x, []).append(node)
+    for x, nodes in together.items():
+        if len(nodes) > 1:
+            addresses = [address for node in nodes for address in node.attributes["matrices"].as_ints()]
+            olds = [node.outputs[0] for node in nodes]
+            g = GraphBuilder("products")
+            with g.scope(f"{nodes[0].name}.together"):
+                outputs = [str(number) for number in range(len(nodes))]
+                news = g.op_multi("PackedProduct", x, outputs=outputs, domain=KERNELS, matrices=addresses)
+            ir.convenience.replace_nodes_and_values(graph, nodes[0], nodes, g.nodes, olds, news)
 
 
 def keep(model: ir.Model, memory: PackedMatrices | None) -> ir.Model:
@@ -101,8 +118,11 @@ def commit_model(spec: ModelSpec) -> ir.Model:
 
 
 def _pack(matrix: Matrix, memory: PackedMatrices) -> int:
-    integers, scales = (value.const_value for value in matrix.tensors)
+    integers, *others = (value.const_value for value in matrix.tensors)
+    scales = others[0] if others else None
     try:
+        if matrix.storage == "whole":
+            return memory.whole(_read(integers))
         if matrix.storage == "blocks":
             return memory.blocks(_read(integers), _read(scales), matrix.shape[1])
         run = len(rotation(matrix.shape[1]))

@@ -18,6 +18,9 @@ FAST, WIDE = 4, 0
 """Accuracy levels of MatMulNBits: rows are rounded to 8 bits by blocks, or stay float32. Products of rotated
 matrices know the same two: rows rounded to 8 bits, or taken apart so that nothing is lost."""
 
+SMALL_ROWS = 64
+"""Of float32, matrices of so many rows at most are packed: they meet the same rows as large ones of integers do."""
+
 Storage = Literal["whole", "blocks", "rotated columns", "rotated rows"]
 
 
@@ -97,7 +100,9 @@ class Products:
 
     def packs(self, matrix: Matrix) -> bool:
         """Whether a product reads the matrix packed, and no initializer of the graph."""
-        return self._packed is not None and matrix.storage != "whole"
+        if matrix.storage == "whole":
+            return self._packed is not None and matrix.shape[0] <= SMALL_ROWS
+        return self._packed is not None
 
     def add(self, g: GraphBuilder, x: ir.Value, matrix: Matrix, axis: int) -> ir.Value:
         """x @ matrix^T.
@@ -106,10 +111,10 @@ class Products:
             g: builds nodes that come after those of earlier calls.
             x: float32, with its rows along `axis` and its columns along the next one, the last.
         """
+        if self._packed is not None and self.packs(matrix):
+            return packed_product(g, x, matrix, self._packed)
         if matrix.storage == "whole":
             return g.op("FusedMatMul", x, *matrix.tensors, domain=CONTRIB, transB=1)
-        if self._packed is not None:
-            return packed_product(g, x, matrix, self._packed)
         values, scales = matrix.tensors
         if matrix.storage == "blocks":
             return self._blocks.add(g, x, values, scales, matrix.shape, axis=axis)

@@ -31,7 +31,7 @@ Matrix* new_matrix(Arena& arena, Kind kind, int outputs, int columns, int run) {
     matrix->data = arena.take(group_count(*matrix) * group_bytes(*matrix));
     if (kind == Kind::rotated)
         matrix->scales = reinterpret_cast<float*>(arena.take(group_count(*matrix) * kRotatedGroup * sizeof(float)));
-    const bool whole = matrix->data != nullptr && (kind == Kind::blocks || matrix->scales != nullptr);
+    const bool whole = matrix->data != nullptr && (kind != Kind::rotated || matrix->scales != nullptr);
     return whole ? matrix : nullptr;
 }
 
@@ -65,6 +65,13 @@ MTP_EXPORT void* mtp_pack_rotated(void* arena, const uint8_t* values, const floa
         mtp::in_threads(*matrix, threads, [=](int first, int last) {
             mtp::pack_rotated(values, scales, by_rows != 0, first, last, *matrix);
         });
+    return matrix;
+}
+
+MTP_EXPORT void* mtp_pack_whole(void* arena, const float* values, int outputs, int columns, int threads) {
+    mtp::Matrix* matrix = mtp::new_matrix(*static_cast<mtp::Arena*>(arena), mtp::Kind::whole, outputs, columns, 0);
+    if (matrix != nullptr)
+        mtp::in_threads(*matrix, threads, [=](int first, int last) { mtp::pack_whole(values, first, last, *matrix); });
     return matrix;
 }
 

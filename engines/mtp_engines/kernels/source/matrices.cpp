@@ -2,14 +2,19 @@
 
 namespace mtp {
 
-size_t group_bytes(const Matrix& matrix) {
-    return matrix.kind == Kind::blocks ? static_cast<size_t>(matrix.blocks) * kBlockBytes
-                                       : static_cast<size_t>((matrix.columns + 1) / 2) * 32;
-}
-
 int group_count(const Matrix& matrix) {
-    const int together = matrix.kind == Kind::blocks ? kBlockGroup : kRotatedGroup;
+    const int together = matrix.kind == Kind::rotated ? kRotatedGroup : kBlockGroup;
     return (matrix.outputs + together - 1) / together;
 }
+
+size_t group_bytes(const Matrix& matrix) {
+    switch (matrix.kind) {
+        case Kind::blocks: return static_cast<size_t>(matrix.blocks) * kBlockBytes;
+        case Kind::rotated: return static_cast<size_t>((matrix.columns + 1) / 2) * 2 * kRotatedGroup;
+        default: return static_cast<size_t>(matrix.columns) * kWholeGroup * sizeof(float);
+    }
+}
+
+static_assert(kBlockGroup == kWholeGroup);
 
 }  // namespace mtp

@@ -8,7 +8,7 @@
 
 namespace mtp {
 
-enum class Kind : int32_t { blocks = 1, rotated = 2 };
+enum class Kind : int32_t { blocks = 1, rotated = 2, whole = 3 };
 
 // A matrix [outputs, columns]; `data` as the file of its kind describes it.
 struct Matrix {
@@ -37,5 +37,10 @@ constexpr int kRotatedGroup = 16;
 void pack_rotated(const uint8_t* values, const float* scales, bool by_rows, int first_group, int last_group,
                   Matrix& matrix);
 void multiply_rotated(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, float* out);
+
+// whole.cpp: 8 columns of floats together.
+constexpr int kWholeGroup = 8;
+void pack_whole(const float* values, int first_group, int last_group, Matrix& matrix);
+void multiply_whole(const Matrix& matrix, const float* x, int rows, int first_group, int last_group, float* out);
 
 }  // namespace mtp

@@ -1,5 +1,7 @@
-// The operator `PackedProduct`: rows times a matrix that lies packed in memory.
+// The operator `PackedProduct`: rows times each of several matrices that lie packed in memory.
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 #include "matrices.h"
 #include "operators.h"
@@ -7,17 +9,19 @@
 namespace mtp {
 namespace {
 
-using runtime::Api;
-using runtime::Operation;
-using runtime::Status;
-
 // Weights that one task reads: enough to make its start cheap, few enough to share them out evenly.
 constexpr size_t kTaskBytes = 64 << 10;
-constexpr int kRowsAlone = 8;  // Rows that one thread turns and rounds sooner than it wakes another.
+constexpr size_t kBytesAlone = 64 << 10;  // Weights that one thread multiplies with sooner than it wakes another.
+constexpr int kRowsAlone = 8;             // The same for rows that are turned and rounded.
 
 struct Kernel {
     Api api;
-    const Matrix* matrix;
+    std::vector<const Matrix*> matrices;
+    bool rounds_blocks = false, rounds_rows = false;
+
+    ~Kernel() {
+        for (const Matrix* matrix : matrices) matrix->arena->let_go();
+    }
 };
 
 // Buffers of the thread that calls; the pool's threads write and read rows of it while it waits.
@@ -26,52 +30,68 @@ struct Scratch {
     RotatedInput rotated;
 };
 
-struct Call {
+// A run of groups of one matrix.
+struct Task {
     const Matrix* matrix;
+    float* out;
+    int first, last;
+};
+
+struct Call {
+    const Kernel* kernel;
     Scratch* scratch;
     const float* x;
-    float* out;
-    int rows, groups, step;
+    int rows, columns, run;
+    std::vector<Task>* tasks;
 
     void set(int row) const {
-        const float* from = x + static_cast<size_t>(row) * matrix->columns;
-        if (matrix->kind == Kind::blocks)
-            scratch->blocks.set(row, from, matrix->columns);
-        else
-            scratch->rotated.set(row, from, matrix->columns, matrix->run);
+        const float* from = x + static_cast<size_t>(row) * columns;
+        if (kernel->rounds_blocks) scratch->blocks.set(row, from, columns);
+        if (kernel->rounds_rows) scratch->rotated.set(row, from, columns, run);
     }
-    void multiply(int task) const {
-        const int first = task * step, last = std::min(groups, first + step);
-        if (matrix->kind == Kind::blocks)
-            multiply_blocks(*matrix, scratch->blocks, first, last, out);
-        else
-            multiply_rotated(*matrix, scratch->rotated, first, last, out);
+    void multiply(const Task& task) const {
+        switch (task.matrix->kind) {
+            case Kind::blocks: return multiply_blocks(*task.matrix, scratch->blocks, task.first, task.last, task.out);
+            case Kind::rotated: return multiply_rotated(*task.matrix, scratch->rotated, task.first, task.last, task.out);
+            case Kind::whole: return multiply_whole(*task.matrix, x, rows, task.first, task.last, task.out);
+        }
     }
 };
 
-Status* run(const Kernel& kernel, runtime::Context* context, Call& call) {
-    const Matrix& matrix = *kernel.matrix;
+Status* run(const Kernel& kernel, runtime::Context* context, Call& call, const std::vector<float*>& outputs) {
     static thread_local Scratch scratch;
-    call.matrix = &matrix, call.scratch = &scratch;
-    if (matrix.kind == Kind::blocks)
-        scratch.blocks.resize(call.rows, matrix.blocks);
-    else
-        scratch.rotated.resize(call.rows, (matrix.columns + 1) / 2 * 2);
-    if (call.rows <= kRowsAlone) {
+    static thread_local std::vector<Task> tasks;
+    call.kernel = &kernel, call.scratch = &scratch, call.tasks = &tasks;
+    size_t bytes = 0;
+    tasks.clear();
+    for (size_t i = 0; i < outputs.size(); ++i) {
+        const Matrix& matrix = *kernel.matrices[i];
+        if (matrix.kind == Kind::blocks) scratch.blocks.resize(call.rows, matrix.blocks);
+        if (matrix.kind == Kind::rotated) {
+            scratch.rotated.resize(call.rows, (matrix.columns + 1) / 2 * 2);
+            call.run = matrix.run;
+        }
+        const int groups = group_count(matrix);
+        const int step = static_cast<int>(std::max<size_t>(1, kTaskBytes / group_bytes(matrix)));
+        for (int first = 0; first < groups; first += step)
+            tasks.push_back({&matrix, outputs[i], first, std::min(groups, first + step)});
+        bytes += groups * group_bytes(matrix);
+    }
+    if (call.rows <= kRowsAlone || !(kernel.rounds_blocks || kernel.rounds_rows)) {
         for (int row = 0; row < call.rows; ++row) call.set(row);
     } else {
         const auto set = [](void* data, size_t row) { static_cast<Call*>(data)->set(static_cast<int>(row)); };
         if (Status* status = kernel.api.parallel_for(context, set, call.rows, &call)) return status;
     }
-    call.groups = group_count(matrix);
-    call.step = static_cast<int>(std::max<size_t>(1, kTaskBytes / group_bytes(matrix)));
-    const int tasks = (call.groups + call.step - 1) / call.step;
-    if (tasks == 1) {
-        call.multiply(0);
+    if (bytes * std::min(call.rows, kTile) <= kBytesAlone) {
+        for (const Task& task : tasks) call.multiply(task);
         return nullptr;
     }
-    const auto multiply = [](void* data, size_t task) { static_cast<Call*>(data)->multiply(static_cast<int>(task)); };
-    return kernel.api.parallel_for(context, multiply, tasks, &call);
+    const auto multiply = [](void* data, size_t task) {
+        const Call& given = *static_cast<Call*>(data);
+        given.multiply((*given.tasks)[task]);
+    };
+    return kernel.api.parallel_for(context, multiply, tasks.size(), &call);
 }
 
 Status* compute(void* state, runtime::Context* context) {
@@ -79,45 +99,56 @@ Status* compute(void* state, runtime::Context* context) {
     Tensors tensors(kernel.api, context);
     const Tensor x = tensors.input(0);
     if (tensors.status != nullptr) return tensors.status;
-    if (x.axes == 0 || x.sizes[x.axes - 1] != kernel.matrix->columns)
+    const int columns = kernel.matrices[0]->columns;
+    if (x.axes == 0 || x.sizes[x.axes - 1] != columns)
         return kernel.api.error("The rows have another width than the matrix.");
-    Tensor shape = x;
-    shape.sizes[x.axes - 1] = kernel.matrix->outputs;
-    const Tensor out = tensors.output(0, shape);
+    std::vector<float*> outputs;
+    for (size_t i = 0; i < kernel.matrices.size(); ++i) {
+        Tensor shape = x;
+        shape.sizes[x.axes - 1] = kernel.matrices[i]->outputs;
+        outputs.push_back(tensors.output(i, shape).floats());
+    }
     if (tensors.status != nullptr) return tensors.status;
     Call call{};
-    call.rows = 1;
+    call.rows = 1, call.columns = columns;
     for (size_t axis = 0; axis + 1 < x.axes; ++axis) call.rows *= static_cast<int>(x.sizes[axis]);
     if (call.rows == 0) return nullptr;
-    call.x = x.floats(), call.out = out.floats();
-    return run(kernel, context, call);
+    call.x = x.floats();
+    return run(kernel, context, call, outputs);
 }
 
 Status* create(const Operation*, const void* table, const runtime::Info* info, void** state) {
     const Api api(table);
-    int64_t address = 0;
-    if (Status* status = api.attribute(info, "matrix", &address)) return status;
-    const Matrix* matrix = reinterpret_cast<const Matrix*>(address);
-    if (matrix == nullptr || matrix->mark != Matrix::kMark) return api.error("There is no packed matrix.");
-    matrix->arena->hold();
-    *state = new Kernel{api, matrix};
+    size_t count = 0;
+    if (Status* status = api.attributes(info, "matrices", nullptr, &count)) return status;
+    std::vector<int64_t> addresses(count);
+    if (Status* status = api.attributes(info, "matrices", addresses.data(), &count)) return status;
+    auto kernel = std::make_unique<Kernel>(Kernel{api, {}});
+    for (const int64_t address : addresses) {
+        const Matrix* matrix = reinterpret_cast<const Matrix*>(address);
+        if (matrix == nullptr || matrix->mark != Matrix::kMark) return api.error("There is no packed matrix.");
+        if (!kernel->matrices.empty() && matrix->columns != kernel->matrices[0]->columns)
+            return api.error("The matrices have different widths.");
+        matrix->arena->hold();
+        kernel->matrices.push_back(matrix);
+        kernel->rounds_blocks |= matrix->kind == Kind::blocks;
+        kernel->rounds_rows |= matrix->kind == Kind::rotated;
+    }
+    if (kernel->matrices.empty()) return api.error("There is no packed matrix.");
+    *state = kernel.release();
     return nullptr;
-}
-
-void destroy(void* state) {
-    Kernel* kernel = static_cast<Kernel*>(state);
-    kernel->matrix->arena->let_go();
-    delete kernel;
 }
 
 }  // namespace
 
 Operation packed_product() {
+    constexpr int several = 2;
     Operation operation = operation_of<1, 1>();
     operation.name = [](const Operation*) { return "PackedProduct"; };
+    operation.output_kind = [](const Operation*, size_t) { return several; };
     operation.create = create;
     operation.compute = compute;
-    operation.destroy = destroy;
+    operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
     return operation;
 }
 

@@ -36,6 +36,10 @@ public:
     Status* attribute(const Info* info, const char* name, int64_t* value) const {
         return call<86, Status*>(info, name, value);
     }
+    // The number of values where `values` is nullptr.
+    Status* attributes(const Info* info, const char* name, int64_t* values, size_t* count) const {
+        return call<163, Status*>(info, name, values, count);
+    }
     Status* input(const Context* context, size_t index, const Value** value) const {
         return call<90, Status*>(context, index, value);
     }
