@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -67,13 +66,10 @@ class CpuEngine:
         def lowered(model: ir.Model) -> ir.Model:
             return lower(model, threads=workers, packed=packed)
 
-        commits: list[ir.Model] = []
-        if any(spec.delta_layers()):
-            own, theirs = [own_commit_model], [partial(commit_model, masked=masked) for masked in (True, False)]
-            commits = [make(spec) for make in (theirs if packed is None else own)]
         # A further depth reads every row of the one before it; behind a single one, drafts go on from the last row.
         heads = [without_head(load_graph(path)) for path in mtp]
         heads = [only_last_row(heads[0])] if len(heads) == 1 else heads
+        commits = _commit_models(spec, own=packed is not None)
         with in_huge_pages():
             # The head first: its matrix is the largest, and while it is packed it is in memory twice.
             head = session(head_model(load_graph(backbone), packed))
@@ -95,3 +91,10 @@ class CpuEngine:
                 f"{self.limits.max_batch_size}. Build it again with --max-batch-size {max(batch, 1)}."
             )
         return CpuSequences(self.spec, self.limits, self.sessions, batch)
+
+
+def _commit_models(spec: ModelSpec, *, own: bool) -> list[ir.Model]:
+    """Graphs of a commit: one for any kept rows, and where ONNX Runtime computes one for a lone sequence's."""
+    if not any(spec.delta_layers()):
+        return []
+    return [own_commit_model(spec)] if own else [commit_model(spec, masked=masked) for masked in (True, False)]

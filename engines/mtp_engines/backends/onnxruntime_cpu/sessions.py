@@ -19,9 +19,10 @@ from mtp_plugins.graph import IR_VERSION, OPSET
 class Sessions:
     """The sessions of one engine.
 
-    The commits are None without recurrent layers: one masks the rows that a sequence of a batch drops, one keeps all
-    that a lone sequence gives it. `mtp` has one session for each trained depth of the draft
-    head; `draft_head` is None where the head chooses over the target's vocabulary.
+    The commits are None without recurrent layers: `commit` keeps as many rows as each sequence of a batch says,
+    `commit_all` all that a lone sequence gives it, without masks; our own kernels need none, and no second one. `mtp`
+    has one session for each trained depth of the draft head; `draft_head` is None where the head chooses over the
+    target's vocabulary.
     """
 
     backbone: ort.InferenceSession
