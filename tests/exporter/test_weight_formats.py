@@ -174,10 +174,10 @@ def test_control_products_of_ours_that_depend_on_the_rows_are_noticed(
 ) -> None:
     right = own_kernels.packed_product
 
-    def wrong(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices) -> ir.Value:
+    def wrong(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices, axes: list[str]) -> ir.Value:
         rows = g.op("Cast", g.op("Shape", x, start=1, end=2), to=int(ir.DataType.FLOAT))
         little = g.op("Div", g.constant(1e-5, "float32"), rows)
-        return g.op("Mul", right(g, x, matrix, memory), g.op("Add", g.constant(1.0, "float32"), little))
+        return g.op("Mul", right(g, x, matrix, memory, axes), g.op("Add", g.constant(1.0, "float32"), little))
 
     monkeypatch.setattr(products, "packed_product", wrong)
     if why_missing() is not None:

@@ -20,16 +20,19 @@ from mtp_plugins.rotated_weight.reference import rotation
 if TYPE_CHECKING:
     from mtp_engines.lowering.products import Matrix
 
+ROWS = ("batch", "rows")
+"""The leading axes of what a graph computes for its tokens."""
 KERNELS = "mtp.kernels"
 """Domain of the operators that the compiled library registers."""
 
 
-def packed_product(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices) -> ir.Value:
-    """x @ matrix^T.
+def packed_product(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedMatrices, axes: list[str]) -> ir.Value:
+    """x @ matrix^T, whose axes but the last are called `axes`.
 
     The graph that comes out holds an address: it is for sessions of this process only.
     """
-    return g.op("PackedProduct", x, domain=KERNELS, matrices=[_pack(matrix, memory)])
+    product = g.op("PackedProduct", x, domain=KERNELS, matrices=[_pack(matrix, memory)])
+    return _shaped([product], [*axes, matrix.shape[0]])[0]
 
 
 def merge_products(graph: ir.Graph) -> None:
@@ -46,6 +49,8 @@ def merge_products(graph: ir.Graph) -> None:
             with g.scope(f"{nodes[0].name}.together"):
                 outputs = [str(number) for number in range(len(nodes))]
                 news = g.op_multi("PackedProduct", x, outputs=outputs, domain=KERNELS, matrices=addresses)
+            for old, new in zip(olds, news, strict=True):
+                new.type, new.shape = old.type, old.shape
             ir.convenience.replace_nodes_and_values(graph, nodes[0], nodes, g.nodes, olds, news)
 
 
@@ -62,15 +67,21 @@ def gated_delta(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     heads, key_dim = node.attributes["num_key_heads"].as_int(), past.shape[2]
     assert isinstance(key_dim, int)
     names_ = ("output", "present", "unit_key")
-    return g.op_multi("DeltaRule", *node.inputs, outputs=names_, domain=KERNELS, key_heads=heads, key_dim=key_dim)
+    results = g.op_multi("DeltaRule", *node.inputs, outputs=names_, domain=KERNELS, key_heads=heads, key_dim=key_dim)
+    _, value_heads, _, value_dim = past.shape
+    assert isinstance(value_heads, int) and isinstance(value_dim, int)
+    shapes = ([*ROWS, value_heads * value_dim], [*past.shape], [*ROWS, heads * key_dim])
+    return _shaped(results, *shapes)
 
 
 def causal_conv_state(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
     """`CausalConvState` as one node."""
     x, weight, past = node.inputs
+    assert weight is not None and weight.shape is not None and past is not None and past.shape is not None
     # Folded when the session is opened.
     by_tap = g.op("Transpose", g.op("Squeeze", weight, g.constant([1])), perm=[1, 0])
-    return g.op_multi("ShortConvolution", x, by_tap, past, outputs=("output", "present"), domain=KERNELS)
+    results = g.op_multi("ShortConvolution", x, by_tap, past, outputs=("output", "present"), domain=KERNELS)
+    return _shaped(results, [*ROWS, weight.shape[0]], [*past.shape])
 
 
 def cached_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
@@ -86,10 +97,22 @@ def latent_attention(g: GraphBuilder, node: ir.Node) -> list[ir.Value]:
 
 
 def _attend(g: GraphBuilder, inputs: Sequence[ir.Value | None], heads: int, kv_heads: int) -> list[ir.Value]:
+    past = inputs[3]
+    assert past is not None and past.shape is not None
+    width = past.shape[3]
+    assert isinstance(width, int)
     outputs = ("output", "present_key", "present_value")
-    return g.op_multi(
+    output, *presents = g.op_multi(
         "CachedAttention", *inputs, outputs=outputs, domain=KERNELS, num_heads=heads, num_kv_heads=kv_heads
     )
+    return [*_shaped([output], [*ROWS, heads * width]), *presents]
+
+
+def _shaped(values: list[ir.Value], *shapes: Sequence[Any]) -> list[ir.Value]:
+    """Sizes of what a kernel gives, which nobody infers: without them buffers are not used again within a run."""
+    for value, shape in zip(values, shapes, strict=True):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    return values
 
 
 def commit_model(spec: ModelSpec) -> ir.Model:

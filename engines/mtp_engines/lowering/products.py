@@ -11,7 +11,7 @@ import onnx_ir as ir
 from mtp_engines.kernels.packing import PackedMatrices
 from mtp_engines.lowering.blocks import BlockProducts
 from mtp_engines.lowering.integers import IntegerProducts
-from mtp_engines.lowering.own_kernels import packed_product
+from mtp_engines.lowering.own_kernels import ROWS, packed_product
 from mtp_plugins.graph import CONTRIB, DOMAIN, GraphBuilder
 
 FAST, WIDE = 4, 0
@@ -112,7 +112,7 @@ class Products:
             x: float32, with its rows along `axis` and its columns along the next one, the last.
         """
         if self._packed is not None and self.packs(matrix):
-            return packed_product(g, x, matrix, self._packed)
+            return packed_product(g, x, matrix, self._packed, [*ROWS][1 - axis :])
         if matrix.storage == "whole":
             return g.op("FusedMatMul", x, *matrix.tensors, domain=CONTRIB, transB=1)
         values, scales = matrix.tensors
