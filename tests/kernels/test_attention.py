@@ -128,6 +128,43 @@ def test_what_lies_behind_a_row_is_never_read() -> None:
     assert np.isnan(dirty.run(rows, [128])).any(), "control: what lies before it is"
 
 
+@pytest.mark.parametrize("count", [2, 5, 70])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_later_row_does_not_reach_an_earlier_one(count: int, bad: float) -> None:
+    shape, rows = SHAPES[0], rows_of(SHAPES[0], count)
+    clean = Attention(shape, 300).run(rows, [120])
+    for part in rows[1:]:
+        part[:, -1] = bad
+    found = Attention(shape, 300).run(rows, [120])
+    np.testing.assert_array_equal(found[:, :-1], clean[:, :-1])
+    assert not np.isfinite(found[:, -1]).any(), "control: its own is not finite"
+
+
+def test_no_rows_leave_caches_as_they_are() -> None:
+    attention, rows = Attention(SHAPES[0], 64), rows_of(SHAPES[0], 0)
+    feeds = dict(zip(("query", "key", "value"), rows, strict=True))
+    before = zip(("key", "value"), attention.caches, strict=True)
+    feeds |= {f"past_key_values.0.{name}": cache for name, cache in before}
+    output, *caches = attention.session.run(None, feeds | {"past_length": np.array([3])})
+    assert output.shape == (1, 0, 128)
+    for found, cache in zip(caches, attention.caches, strict=True):
+        np.testing.assert_array_equal(found, cache)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "past_key_values.0.key", "past_key_values.0.value", "past_length"])
+def test_tensors_that_do_not_fit_are_refused(name: str) -> None:
+    attention, rows = Attention(SHAPES[0], 64, batch=2), rows_of(SHAPES[0], 3, 2)
+    feeds = dict(zip(("query", "key", "value"), rows, strict=True))
+    before = zip(("key", "value"), attention.caches, strict=True)
+    feeds |= {f"past_key_values.0.{kind}": cache for kind, cache in before} | {"past_length": np.array([3, 4])}
+    attention.session.run(None, feeds)
+    with pytest.raises(Exception, match="do not fit together"):
+        attention.session.run(None, feeds | {name: feeds[name][:1]})
+    for length in (-1, 62, 2**63 - 1):
+        with pytest.raises(Exception, match="room for"):
+            attention.session.run(None, feeds | {"past_length": np.array([3, length])})
+
+
 def test_caches_that_are_not_shared_are_copied_and_full_ones_refused() -> None:
     shape, rows = SHAPES[0], rows_of(SHAPES[0], 2)
     attention = Attention(shape, 64)

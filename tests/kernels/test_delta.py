@@ -106,6 +106,16 @@ def test_rows_do_not_depend_on_how_many_a_call_has(shape: Shape, threads: int) -
     assert (run(session, x, past * np.float32(1.000001))[0] != together).any(), "control: a millionth is seen"
 
 
+@pytest.mark.parametrize("part", range(1, 5))
+def test_rows_that_do_not_fit_are_refused(part: int) -> None:
+    session, (x, past) = open_rule(SHAPES[0]), given(SHAPES[0], 3)
+    wrong = [rows[:, :2] if number == part else rows for number, rows in enumerate(x)]
+    with pytest.raises(Exception, match="do not fit together"):
+        run(session, wrong, past)
+    with pytest.raises(Exception, match="do not fit together"):
+        run(session, x, past[:1])
+
+
 def mixer_of(shape: Shape, taps: int = 4) -> GatedDeltaSpec:
     key_heads, value_heads, key_dim, value_dim = shape
     return GatedDeltaSpec(

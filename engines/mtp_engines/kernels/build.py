@@ -19,8 +19,8 @@ _FLAGS_OF_LIBRARY = ("-fvisibility=hidden", "-pthread")
 
 
 def source_digest() -> str:
-    """sha256 over the sources, which the library carries, so that one of other sources is not used."""
-    digest = hashlib.sha256()
+    """sha256 over flags and sources, which the library carries, so that one of other sources is not used."""
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

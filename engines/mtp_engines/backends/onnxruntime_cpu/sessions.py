@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from mtp_engines.errors import BundleError
 from mtp_engines.kernels.library import path_of_kernels
+from mtp_engines.lowering.own_kernels import KERNELS
 from mtp_plugins.graph import IR_VERSION, OPSET
 
 
@@ -54,6 +55,8 @@ def load_graph(path: Path) -> ir.Model:
             f"{IR_VERSION} and "
             f"{OPSET}, which ONNX Runtime {ort.__version__} runs. Install a newer release, or build the bundle again."
         )
+    if any(node.domain == KERNELS for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+        raise BundleError(f"{path} holds nodes of {KERNELS}, which only a graph in memory may have. Build it again.")
     return model
 
 

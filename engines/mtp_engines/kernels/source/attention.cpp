@@ -91,9 +91,11 @@ void weigh(const float* values, int width, const float (*weights)[kChunk], float
     }
 }
 
+// Positions from `first` on. What a query does not see must not meet it, not even with weight 0: it may not be finite.
 template <int Q>
-void weigh_all(const float* values, int width, int positions, const float (*weights)[kChunk], float* const* sums) {
-    int n = 0;
+void weigh_all(const float* values, int width, int first, int positions, const float (*weights)[kChunk],
+               float* const* sums) {
+    int n = first;
     const auto at = [&](int position) { return reinterpret_cast<const float(*)[kChunk]>(&weights[0][position]); };
     for (; n + 4 <= positions; n += 4) weigh<Q, 4>(values + static_cast<size_t>(n) * width, width, at(n), sums);
     for (; n < positions; ++n) weigh<Q, 1>(values + static_cast<size_t>(n) * width, width, at(n), sums);
@@ -116,11 +118,13 @@ void attend_chunk(const float* queries, int count, const int* visible, const flo
         soften(scores[q], std::max(0, visible[q]), positions, *found[q]);
     }
     for (int q = 0; q < count; q += 2) {
-        float* sums[2] = {found[q]->values, q + 1 < count ? found[q + 1]->values : nullptr};
-        if (q + 1 < count)
-            weigh_all<2>(values, width, positions, scores + q, sums);
-        else
-            weigh_all<1>(values, width, positions, scores + q, sums);
+        if (q + 1 == count) {
+            weigh_all<1>(values, width, 0, visible[q], scores + q, &found[q]->values);
+            continue;
+        }
+        float* sums[2] = {found[q]->values, found[q + 1]->values};
+        weigh_all<2>(values, width, 0, visible[q], scores + q, sums);
+        weigh_all<1>(values, width, visible[q], visible[q + 1], scores + q + 1, sums + 1);
     }
 }
 

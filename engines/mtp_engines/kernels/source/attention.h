@@ -16,7 +16,7 @@ struct Partial {
     float* values;
 };
 
-// One chunk: `visible[i]` of its positions are seen by query i, at least one by one of them; rows that see none are left.
+// One chunk: `visible[i]` of its positions are seen by query i, by a later one never fewer, by the last one at least one.
 //
 // Args:
 //     queries: float32[count, width], scaled; the width a multiple of 8.

@@ -12,6 +12,7 @@ namespace mtp {
 namespace {
 
 constexpr int kMostShared = 64;  // Query rows of a cache head for which its chunks are shared out among threads.
+constexpr size_t kMostNumbers = size_t{16} << 20;  // Of partial results, which a calling thread keeps for the next call.
 constexpr int kRowBlock = 8;     // Otherwise each task takes so many rows over the whole cache.
 
 struct Kernel {
@@ -158,20 +159,21 @@ Status* run(const Kernel& kernel, runtime::Context* context, Attention& a) {
     const size_t rows = static_cast<size_t>(a.batch) * a.rows;
     if (rows <= 8)
         for (size_t row = 0; row < rows; ++row) append(&a, row);
-    else if (Status* status = kernel.api.parallel_for(context, append, rows, &a))
+    else if (Status* status = in_parallel(kernel.api, context, append, rows, &a))
         return status;
-    if (a.queries() > kMostShared) {
-        const size_t blocks = (a.rows + kRowBlock - 1) / kRowBlock;
-        return kernel.api.parallel_for(context, row_block, static_cast<size_t>(a.batch) * a.kv_heads * blocks, &a);
-    }
     for (int sequence = 0; sequence < a.batch; ++sequence)
         a.chunks = std::max(a.chunks, a.chunks_of(sequence, a.queries() - 1));
-    static thread_local std::vector<float> memory;
     const size_t places = static_cast<size_t>(a.batch) * a.kv_heads;
-    memory.resize(places * a.chunks * a.queries() * (a.width + 2));
+    const size_t shared = places * a.chunks * a.queries() * (a.width + 2);
+    if (a.queries() > kMostShared || shared > kMostNumbers) {
+        const size_t blocks = (a.rows + kRowBlock - 1) / kRowBlock;
+        return in_parallel(kernel.api, context, row_block, places * blocks, &a);
+    }
+    static thread_local std::vector<float> memory;
+    if (memory.size() < shared) memory.resize(shared);
     a.memory = &memory;
-    if (Status* status = kernel.api.parallel_for(context, shared_chunk, places * a.chunks, &a)) return status;
-    if (a.chunks > 2) return kernel.api.parallel_for(context, fold_shared, places * a.queries(), &a);
+    if (Status* status = in_parallel(kernel.api, context, shared_chunk, places * a.chunks, &a)) return status;
+    if (a.chunks > 2) return in_parallel(kernel.api, context, fold_shared, places * a.queries(), &a);
     for (size_t task = 0; task < places * a.queries(); ++task) fold_shared(&a, task);
     return nullptr;
 }
@@ -190,18 +192,21 @@ Status* compute(void* state, runtime::Context* context) {
                 static_cast<int>(query.sizes[2] / kernel.heads), static_cast<int>(keys.sizes[3]),
                 static_cast<int>(keys.sizes[2]), 0};
     a.scale = 1 / std::sqrt(static_cast<float>(a.dim));
-    if (query.axes != 3 || keys.axes != 4 || key.sizes[2] != static_cast<int64_t>(a.kv_heads) * a.dim ||
-        a.width % 8 != 0 || a.width < a.dim || keys.sizes[1] != a.kv_heads)
+    const int64_t batch = query.sizes[0], rows = query.sizes[1], kv_width = static_cast<int64_t>(a.kv_heads) * a.dim;
+    const bool fits = query.axes == 3 && query.sizes[2] == static_cast<int64_t>(a.heads) * a.dim &&
+                      key.is({batch, rows, kv_width}) && value.is({batch, rows, kv_width}) && lengths.is({batch}) &&
+                      keys.is({batch, a.kv_heads, a.capacity, a.width}) &&
+                      values.is({batch, a.kv_heads, a.capacity, a.width});
+    if (!fits || a.width % 8 != 0 || a.width < a.dim || a.heads % a.kv_heads != 0)
         return kernel.api.error("CachedAttention got tensors that do not fit together.");
     for (int sequence = 0; sequence < a.batch; ++sequence)
-        if (a.lengths[sequence] < 0 || a.lengths[sequence] + a.rows > a.capacity)
+        if (a.lengths[sequence] < 0 || a.lengths[sequence] > a.capacity - a.rows)
             return kernel.api.error("CachedAttention got more rows than the cache has room for.");
-    if (a.batch == 0 || a.rows == 0) return nullptr;
     // Usually one buffer is bound to both.
     const size_t bytes = static_cast<size_t>(a.batch) * a.kv_heads * a.capacity * a.width * sizeof(float);
     if (keys.data != new_keys.data) std::memcpy(new_keys.data, keys.data, bytes);
     if (values.data != new_values.data) std::memcpy(new_values.data, values.data, bytes);
-    return run(kernel, context, a);
+    return a.batch == 0 || a.rows == 0 ? nullptr : run(kernel, context, a);
 }
 
 }  // namespace
@@ -214,10 +219,11 @@ Operation cached_attention() {
         Kernel kernel{Api(table), 0, 0};
         if (Status* status = kernel.api.attribute(info, "num_heads", &kernel.heads)) return status;
         if (Status* status = kernel.api.attribute(info, "num_kv_heads", &kernel.kv_heads)) return status;
+        if (kernel.heads < 1 || kernel.kv_heads < 1) return kernel.api.error("CachedAttention needs heads.");
         *state = new Kernel(kernel);
         return nullptr;
     };
-    operation.compute = compute;
+    operation.compute = without_exceptions<compute>;
     operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
     return operation;
 }

@@ -81,7 +81,8 @@ Status* compute(void* state, runtime::Context* context) {
     Convolution c{x.floats(), weight.floats(), past.floats(), output.floats(), present.floats(),
                   static_cast<int>(x.sizes[0]), static_cast<int>(x.sizes[1]), static_cast<int>(x.sizes[2]),
                   static_cast<int>(weight.sizes[0])};
-    if (x.axes != 3 || weight.axes != 2 || past.axes != 3 || weight.sizes[1] != c.channels || past.sizes[1] != c.taps - 1)
+    const bool fits = x.axes == 3 && weight.is({c.taps, c.channels}) && past.is({x.sizes[0], c.taps - 1, c.channels});
+    if (!fits || c.taps < 1)
         return kernel.api.error("ShortConvolution got tensors that do not fit together.");
     for (int sequence = 0; sequence < c.sequences; ++sequence)
         for (int tap = 0; tap + 1 < c.taps; ++tap)
@@ -89,7 +90,7 @@ Status* compute(void* state, runtime::Context* context) {
                         c.at(sequence, c.rows + tap + 1 - c.taps), c.channels * sizeof(float));
     const size_t tasks = static_cast<size_t>(c.sequences) * c.rows * c.parts();
     if (static_cast<size_t>(c.sequences) * c.rows * c.channels > kAlone)
-        return kernel.api.parallel_for(context, run_task, tasks, &c);
+        return in_parallel(kernel.api, context, run_task, tasks, &c);
     for (size_t task = 0; task < tasks; ++task) run_task(&c, task);
     return nullptr;
 }
@@ -103,7 +104,7 @@ Operation short_convolution() {
         *state = new Kernel{Api(table)};
         return nullptr;
     };
-    operation.compute = compute;
+    operation.compute = without_exceptions<compute>;
     operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
     return operation;
 }

@@ -19,6 +19,7 @@ Status* create(const Operation*, const void* table, const runtime::Info* info, v
     Kernel kernel{Api(table), 0, 0};
     if (Status* status = kernel.api.attribute(info, "key_heads", &kernel.key_heads)) return status;
     if (Status* status = kernel.api.attribute(info, "key_dim", &kernel.key_dim)) return status;
+    if (kernel.key_heads < 1 || kernel.key_dim < 1) return kernel.api.error("A delta rule needs heads and a width.");
     *state = new Kernel(kernel);
     return nullptr;
 }
@@ -82,7 +83,12 @@ Status* compute_rule(void* state, runtime::Context* context) {
                  beta = tensors.input(4), past = tensors.input(5);
     const Tensor output = tensors.output(0, value), present = tensors.output(1, past), unit_key = tensors.output(2, key);
     if (tensors.status != nullptr) return tensors.status;
-    if (query.axes != 3 || past.axes != 4 || query.sizes[2] != kernel.key_heads * past.sizes[2])
+    const int64_t batch = query.sizes[0], all_rows = query.sizes[1], key_width = kernel.key_heads * kernel.key_dim;
+    const bool fits = query.is({batch, all_rows, key_width}) && key.is({batch, all_rows, key_width}) &&
+                      past.axes == 4 && past.is({batch, past.sizes[1], kernel.key_dim, past.sizes[3]}) &&
+                      value.is({batch, all_rows, past.sizes[1] * past.sizes[3]}) &&
+                      decay.is({batch, all_rows, past.sizes[1]}) && beta.is({batch, all_rows, past.sizes[1]});
+    if (!fits || past.sizes[1] % kernel.key_heads != 0)
         return kernel.api.error("DeltaRule got tensors that do not fit together.");
     const int count = static_cast<int>(query.sizes[0] * query.sizes[1]);
     static thread_local std::vector<float> unit_query;
@@ -94,9 +100,9 @@ Status* compute_rule(void* state, runtime::Context* context) {
     Units units{query.floats(), key.floats(), unit_query.data(), unit_key.floats(), rule.key_heads, rule.key_dim};
     if (count <= kRowsAlone)
         for (int row = 0; row < count; ++row) unit_heads(&units, row);
-    else if (Status* status = kernel.api.parallel_for(context, unit_heads, count, &units))
+    else if (Status* status = in_parallel(kernel.api, context, unit_heads, count, &units))
         return status;
-    return kernel.api.parallel_for(context, run_head, query.sizes[0] * past.sizes[1], &rule);
+    return in_parallel(kernel.api, context, run_head, query.sizes[0] * past.sizes[1], &rule);
 }
 
 // One commit: rows of a layer's factors lie beside each other, raw rows of the convolution, then key, value, decay, beta.
@@ -157,12 +163,16 @@ Status* compute_commit(void* state, runtime::Context* context) {
                   static_cast<int>(past_rows.sizes[2])};
     const int expected = commit.channels + commit.key_heads * commit.key_dim +
                          commit.value_heads * (commit.value_dim + 2);
-    if (factors.axes != 3 || past.axes != 4 || commit.width != expected)
+    const int64_t batch = factors.sizes[0];
+    const bool fits = factors.axes == 3 && commit.width == expected && past.axes == 4 &&
+                      past.is({batch, past.sizes[1], kernel.key_dim, past.sizes[3]}) && past_rows.axes == 3 &&
+                      past_rows.sizes[0] == batch && counts.is({batch});
+    if (!fits || past.sizes[1] % kernel.key_heads != 0)
         return kernel.api.error("DeltaCommit got tensors that do not fit together.");
     for (int64_t sequence = 0; sequence < factors.sizes[0]; ++sequence)
         if (commit.counts[sequence] < 0 || commit.counts[sequence] > commit.rows)
             return kernel.api.error("DeltaCommit was to keep more rows than there are.");
-    return kernel.api.parallel_for(context, commit_head, factors.sizes[0] * past.sizes[1], &commit);
+    return in_parallel(kernel.api, context, commit_head, factors.sizes[0] * past.sizes[1], &commit);
 }
 
 }  // namespace
@@ -171,7 +181,7 @@ Operation delta_rule() {
     Operation operation = operation_of<6, 3>();
     operation.name = [](const Operation*) { return "DeltaRule"; };
     operation.create = create;
-    operation.compute = compute_rule;
+    operation.compute = without_exceptions<compute_rule>;
     operation.destroy = destroy;
     return operation;
 }
@@ -181,7 +191,7 @@ Operation delta_commit() {
     operation.name = [](const Operation*) { return "DeltaCommit"; };
     operation.input_type = [](const Operation*, size_t index) { return index == 3 ? runtime::kInt64 : runtime::kFloat; };
     operation.create = create;
-    operation.compute = compute_commit;
+    operation.compute = without_exceptions<compute_commit>;
     operation.destroy = destroy;
     return operation;
 }

@@ -1,6 +1,7 @@
 // The library's face: packing for Python, and the operators for ONNX Runtime.
 #include <algorithm>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -15,10 +16,16 @@ constexpr int kUsed = 63;
 
 template <class Pack>
 void in_threads(const Matrix& matrix, int threads, Pack pack) {
-    const int groups = group_count(matrix), step = (groups + threads - 1) / threads;
+    const int groups = group_count(matrix), step = (groups - 1) / std::max(1, threads) + 1;
     std::vector<std::thread> running;
-    for (int first = step; first < groups; first += step)
-        running.emplace_back([=] { pack(first, std::min(groups, first + step)); });
+    for (int first = step; first < groups; first += step) {
+        const int last = std::min(groups, first + step);
+        try {
+            running.emplace_back([=] { pack(first, last); });
+        } catch (const std::system_error&) {  // No more threads: this one does it.
+            pack(first, last);
+        }
+    }
     pack(0, std::min(groups, step));
     for (std::thread& thread : running) thread.join();
 }
@@ -26,13 +33,15 @@ void in_threads(const Matrix& matrix, int threads, Pack pack) {
 Matrix* new_matrix(Arena& arena, Kind kind, int outputs, int columns, int run) {
     uint8_t* own = arena.take(sizeof(Matrix));
     if (own == nullptr) return nullptr;
-    Matrix* matrix = new (own) Matrix{Matrix::kMark, kind, outputs, columns, 0, run, nullptr, nullptr, &arena};
+    Matrix* matrix = new (own) Matrix{kind, outputs, columns, 0, run, nullptr, nullptr, &arena};
     if (kind == Kind::blocks) matrix->blocks = (columns + kUsed - 1) / kUsed;
     matrix->data = arena.take(group_count(*matrix) * group_bytes(*matrix));
     if (kind == Kind::rotated)
         matrix->scales = reinterpret_cast<float*>(arena.take(group_count(*matrix) * kRotatedGroup * sizeof(float)));
     const bool whole = matrix->data != nullptr && (kind != Kind::rotated || matrix->scales != nullptr);
-    return whole ? matrix : nullptr;
+    if (!whole) return nullptr;
+    arena.publish(matrix);
+    return matrix;
 }
 
 }  // namespace
@@ -77,16 +86,16 @@ MTP_EXPORT void* mtp_pack_whole(void* arena, const float* values, int outputs, i
 
 namespace {
 
-// The domain that all sessions share, made once; a status if that fails.
+// The domain that all sessions share, made once.
 struct Domain {
     mtp::runtime::Operation operations[5] = {mtp::packed_product(), mtp::delta_rule(), mtp::delta_commit(),
                                              mtp::short_convolution(), mtp::cached_attention()};
     void* domain = nullptr;
-    mtp::runtime::Status* status;
+    bool failed;
 
-    explicit Domain(const mtp::runtime::Api& api) : status(api.create_domain(mtp::kDomain, &domain)) {
+    explicit Domain(const mtp::runtime::Api& api) : failed(api.create_domain(mtp::kDomain, &domain) != nullptr) {
         for (const mtp::runtime::Operation& operation : operations)
-            if (status == nullptr) status = api.add(domain, &operation);
+            failed = failed || api.add(domain, &operation) != nullptr;
     }
 };
 
@@ -95,5 +104,6 @@ struct Domain {
 MTP_EXPORT mtp::runtime::Status* RegisterCustomOps(void* options, const mtp::runtime::Base* base) {
     const mtp::runtime::Api api(base->get_api(mtp::runtime::kVersion));
     static const Domain domain(api);
-    return domain.status != nullptr ? domain.status : api.add_domain(options, domain.domain);
+    if (domain.failed) return api.error("The operators of mtp.kernels cannot be registered.");
+    return api.add_domain(options, domain.domain);
 }

@@ -2,6 +2,11 @@
 
 namespace mtp {
 
+const Matrix* held_matrix(int64_t address) {
+    const Matrix* matrix = reinterpret_cast<const Matrix*>(address);
+    return Arena::hold(matrix) ? matrix : nullptr;
+}
+
 int group_count(const Matrix& matrix) {
     const int together = matrix.kind == Kind::rotated ? kRotatedGroup : kBlockGroup;
     return (matrix.outputs + together - 1) / together;

@@ -12,15 +12,15 @@ enum class Kind : int32_t { blocks = 1, rotated = 2, whole = 3 };
 
 // A matrix [outputs, columns]; `data` as the file of its kind describes it.
 struct Matrix {
-    uint64_t mark;
     Kind kind;
     int32_t outputs, columns, blocks, run;
     uint8_t* data;
     float* scales;  // of `rotated`
     Arena* arena;
-
-    static constexpr uint64_t kMark = 0x6d74702e6d617431;
 };
+
+// The matrix at an address of a graph, whose memory is then held; nullptr if there is none: graphs are not trusted.
+const Matrix* held_matrix(int64_t address);
 
 // Columns that are packed together are a group.
 int group_count(const Matrix& matrix);

@@ -13,6 +13,34 @@ constexpr size_t kAlignment = 64;
 
 }  // namespace
 
+std::mutex Arena::mutex_;
+std::set<Arena*> Arena::living_;
+
+void Arena::let_go() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (--holders_ > 0) return;
+        living_.erase(this);
+    }
+    delete this;
+}
+
+void Arena::publish(const void* address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    published_.insert(address);
+    living_.insert(this);
+}
+
+bool Arena::hold(const void* address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Arena* arena : living_)
+        if (arena->published_.count(address) != 0) {
+            ++arena->holders_;
+            return true;
+        }
+    return false;
+}
+
 Arena::~Arena() {
     for (const Mapping& mapping : mappings_) munmap(mapping.start, mapping.size);
 }

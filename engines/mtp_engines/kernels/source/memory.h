@@ -1,9 +1,10 @@
 // Memory for packed matrices: few large mappings, so that it lies in huge pages.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <set>
 #include <vector>
 
 namespace mtp {
@@ -15,10 +16,13 @@ public:
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    void hold() { ++holders_; }
-    void let_go() {
-        if (--holders_ == 0) delete this;
-    }
+    void let_go();
+
+    // Makes `address` known as something that lies in this memory.
+    void publish(const void* address);
+
+    // Holds the memory in which a published address lies; false if there is none.
+    static bool hold(const void* address);
 
     // `bytes` of zeros, aligned to 64; nullptr if there is no memory. Not for two threads at once.
     uint8_t* take(size_t bytes);
@@ -31,7 +35,11 @@ private:
         size_t size, used;
     };
     std::vector<Mapping> mappings_;
-    std::atomic<int> holders_{1};
+    std::set<const void*> published_;
+    int holders_ = 1;
+
+    static std::mutex mutex_;
+    static std::set<Arena*> living_;
 };
 
 }  // namespace mtp

@@ -1,8 +1,12 @@
 // Custom operators: what all of them need, and the list of them.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <new>
 
 #include "runtime.h"
 
@@ -19,6 +23,37 @@ Operation short_convolution();
 Operation cached_attention();
 
 constexpr size_t kMostAxes = 8;
+constexpr const char* kNoMemory = "There is not enough memory.";
+
+// Runs tasks on the session's threads. A task that finds no memory makes the call fail: an exception must not leave it.
+inline Status* in_parallel(const Api& api, const runtime::Context* context, void (*work)(void*, size_t), size_t total,
+                           void* data) {
+    struct Guarded {
+        void (*work)(void*, size_t);
+        void* data;
+        std::atomic<bool> failed;
+    } guarded{work, data, {false}};
+    const auto task = [](void* given, size_t number) {
+        Guarded& all = *static_cast<Guarded*>(given);
+        try {
+            all.work(all.data, number);
+        } catch (const std::bad_alloc&) {
+            all.failed = true;
+        }
+    };
+    Status* status = api.parallel_for(context, task, total, &guarded);
+    return status == nullptr && guarded.failed ? api.error(kNoMemory) : status;
+}
+
+// `work` of a kernel whose state begins with an `Api`.
+template <Status* (*work)(void*, runtime::Context*)>
+Status* without_exceptions(void* state, runtime::Context* context) {
+    try {
+        return work(state, context);
+    } catch (const std::bad_alloc&) {
+        return static_cast<const Api*>(state)->error(kNoMemory);
+    }
+}
 
 struct Tensor {
     void* data = nullptr;
@@ -27,6 +62,9 @@ struct Tensor {
 
     float* floats() const { return static_cast<float*>(data); }
     const int64_t* integers() const { return static_cast<const int64_t*>(data); }
+    bool is(std::initializer_list<int64_t> expected) const {
+        return axes == expected.size() && std::equal(expected.begin(), expected.end(), sizes);
+    }
 };
 
 // Inputs and outputs of one call; after the first failure `status` says what it was, and tensors are empty.
@@ -52,6 +90,7 @@ public:
     Tensor output(size_t index, Tensor like) {
         runtime::Value* value = nullptr;
         if (status == nullptr) status = api_.output(context_, index, like.sizes, like.axes, &value);
+        if (status == nullptr && value == nullptr) status = api_.error("An output has no place.");
         if (status == nullptr) status = api_.data(value, &like.data);
         return like;
     }

@@ -81,7 +81,7 @@ Status* run(const Kernel& kernel, runtime::Context* context, Call& call, const s
         for (int row = 0; row < call.rows; ++row) call.set(row);
     } else {
         const auto set = [](void* data, size_t row) { static_cast<Call*>(data)->set(static_cast<int>(row)); };
-        if (Status* status = kernel.api.parallel_for(context, set, call.rows, &call)) return status;
+        if (Status* status = in_parallel(kernel.api, context, set, call.rows, &call)) return status;
     }
     if (bytes * std::min(call.rows, kTile) <= kBytesAlone) {
         for (const Task& task : tasks) call.multiply(task);
@@ -91,7 +91,7 @@ Status* run(const Kernel& kernel, runtime::Context* context, Call& call, const s
         const Call& given = *static_cast<Call*>(data);
         given.multiply((*given.tasks)[task]);
     };
-    return kernel.api.parallel_for(context, multiply, tasks.size(), &call);
+    return in_parallel(kernel.api, context, multiply, tasks.size(), &call);
 }
 
 Status* compute(void* state, runtime::Context* context) {
@@ -117,26 +117,32 @@ Status* compute(void* state, runtime::Context* context) {
     return run(kernel, context, call, outputs);
 }
 
-Status* create(const Operation*, const void* table, const runtime::Info* info, void** state) {
-    const Api api(table);
+Status* make(const Api& api, const runtime::Info* info, void** state) {
     size_t count = 0;
     if (Status* status = api.attributes(info, "matrices", nullptr, &count)) return status;
     std::vector<int64_t> addresses(count);
     if (Status* status = api.attributes(info, "matrices", addresses.data(), &count)) return status;
     auto kernel = std::make_unique<Kernel>(Kernel{api, {}});
     for (const int64_t address : addresses) {
-        const Matrix* matrix = reinterpret_cast<const Matrix*>(address);
-        if (matrix == nullptr || matrix->mark != Matrix::kMark) return api.error("There is no packed matrix.");
-        if (!kernel->matrices.empty() && matrix->columns != kernel->matrices[0]->columns)
-            return api.error("The matrices have different widths.");
-        matrix->arena->hold();
+        const Matrix* matrix = held_matrix(address);
+        if (matrix == nullptr) return api.error("There is no packed matrix.");
         kernel->matrices.push_back(matrix);
+        if (matrix->columns != kernel->matrices[0]->columns) return api.error("The matrices have different widths.");
         kernel->rounds_blocks |= matrix->kind == Kind::blocks;
         kernel->rounds_rows |= matrix->kind == Kind::rotated;
     }
     if (kernel->matrices.empty()) return api.error("There is no packed matrix.");
     *state = kernel.release();
     return nullptr;
+}
+
+Status* create(const Operation*, const void* table, const runtime::Info* info, void** state) {
+    const Api api(table);
+    try {
+        return make(api, info, state);
+    } catch (const std::bad_alloc&) {
+        return api.error(kNoMemory);
+    }
 }
 
 }  // namespace
@@ -147,7 +153,7 @@ Operation packed_product() {
     operation.name = [](const Operation*) { return "PackedProduct"; };
     operation.output_kind = [](const Operation*, size_t) { return several; };
     operation.create = create;
-    operation.compute = compute;
+    operation.compute = without_exceptions<compute>;
     operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
     return operation;
 }

@@ -10,6 +10,7 @@ namespace mtp {
 namespace {
 
 constexpr int kBlock = 64;
+constexpr float kNothing = 1e-30f;  // What is smaller has no number of steps that a float holds.
 
 // In place: `size` values, a power of two, times Sylvester's Hadamard matrix without its factor 1 / sqrt(size).
 void hadamard(float* values, int size) {
@@ -60,7 +61,8 @@ float greatest(const float* values, int count) {
     }
     float size;
     std::memcpy(&size, &found, 4);
-    return found < infinite ? size : std::nanf("");
+    if (found >= infinite) return std::nanf("");
+    return size < kNothing ? 0 : size;
 }
 
 // Eight at a time, to the nearest integer, ties to even; NaN becomes the least integer.
