@@ -111,14 +111,7 @@ void pack_blocks(const uint8_t* blocks, const float* scales, int first_group, in
 
 void multiply_blocks(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, float* out) {
     for (int group = first_group; group < last_group; ++group) {
-        int row = 0;
-        for (; row + kTile <= x.rows; row += kTile) tile<kTile>(matrix, x, row, group, out);
-        switch (x.rows - row) {
-            case 3: tile<3>(matrix, x, row, group, out); break;
-            case 2: tile<2>(matrix, x, row, group, out); break;
-            case 1: tile<1>(matrix, x, row, group, out); break;
-            default: break;
-        }
+        in_tiles(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
     }
 }
 

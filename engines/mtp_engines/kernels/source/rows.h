@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 namespace mtp {
@@ -9,6 +10,19 @@ namespace mtp {
 // Rows are multiplied four at a time, then those that are left. What a step reads of the rows of a tile lies together:
 // of every `piece` values, first those of the tile's first row, then those of its second.
 constexpr int kTile = 4;
+
+// Calls `work(std::integral_constant<int, M>(), row)` for each tile of M rows from `row` on.
+template <class Work>
+void in_tiles(int rows, Work work) {
+    int row = 0;
+    for (; row + kTile <= rows; row += kTile) work(std::integral_constant<int, kTile>(), row);
+    switch (rows - row) {
+        case 3: return work(std::integral_constant<int, 3>(), row);
+        case 2: return work(std::integral_constant<int, 2>(), row);
+        case 1: return work(std::integral_constant<int, 1>(), row);
+        default: return;
+    }
+}
 
 // Where a tile begins, how many rows it has, and which of them a row is.
 struct Place {
