@@ -27,7 +27,8 @@ class CpuEngine:
     """Backbone, vocabulary head, MTP head and commit as sessions; see `mtp_engines.engine.Engine`.
 
     One backbone session serves prefill, decode and verify, and one head session serves target and
-    draft, so every matrix is packed once.
+    draft, so every matrix is packed once. `kernels` says whose kernels run: "own", those of `mtp_engines.kernels`, or
+    "onnxruntime".
     """
 
     runs_on = "cpu"
