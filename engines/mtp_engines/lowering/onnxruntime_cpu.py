@@ -61,6 +61,8 @@ def lower(model: ir.Model, accuracy: int = FAST, threads: int = 1, packed: Packe
         elif node.op_type == "MatMul" and _is_headwise(node):
             _replace(graph, node, rules.headwise)
     own_kernels.merge_products(graph)
+    if names.HIDDEN not in {output.name for output in graph.outputs}:
+        own_kernels.forget_sizes(graph)
     _widen_caches(graph)
     pack_factors(graph)
     drop_unused(graph)

@@ -108,6 +108,15 @@ def _attend(g: GraphBuilder, inputs: Sequence[ir.Value | None], heads: int, kv_h
     return [*_shaped([output], [*ROWS, heads * width]), *presents]
 
 
+def forget_sizes(graph: ir.Graph) -> None:
+    """Take back what `_shaped` says: in the graph of a draft head some values have other rows than its tokens."""
+    for node in graph:
+        if node.domain == KERNELS:
+            for value in node.outputs:
+                if not value.is_graph_output():
+                    value.shape = None
+
+
 def _shaped(values: list[ir.Value], *shapes: Sequence[Any]) -> list[ir.Value]:
     """Sizes of what a kernel gives, which nobody infers: without them buffers are not used again within a run."""
     for value, shape in zip(values, shapes, strict=True):
