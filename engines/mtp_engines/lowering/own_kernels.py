@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
@@ -150,22 +152,20 @@ def commit_model(spec: ModelSpec) -> ir.Model:
 
 
 def _pack(matrix: Matrix, memory: PackedMatrices) -> int:
-    integers, *others = (value.const_value for value in matrix.tensors)
-    scales = others[0] if others else None
-    try:
-        if matrix.storage == "whole":
-            return memory.whole(_read(integers))
-        if matrix.storage == "blocks":
-            return memory.blocks(_read(integers), _read(scales), matrix.shape[1])
-        run = len(rotation(matrix.shape[1]))
-        return memory.rotated(_read(integers), _read(scales), run, by_rows=matrix.storage == "rotated rows")
-    finally:
-        # What was read of the file is in memory until it is let go.
-        for tensor in (integers, scales):
-            if isinstance(tensor, ir.ExternalTensor):
-                tensor.release()
+    # What was mapped is let go with these arrays.
+    integers, *others = (_read(value.const_value) for value in matrix.tensors)
+    if matrix.storage == "whole":
+        return memory.whole(integers)
+    if matrix.storage == "blocks":
+        return memory.blocks(integers, others[0], matrix.shape[1])
+    run = len(rotation(matrix.shape[1]))
+    return memory.rotated(integers, others[0], run, by_rows=matrix.storage == "rotated rows")
 
 
-def _read(tensor: ir.TensorProtocol | None) -> Any:
+def _read(tensor: ir.TensorProtocol | None) -> npt.NDArray[Any]:
+    """The numbers; those of a file are mapped by ourselves, since onnx_ir refuses files with several hard links."""
     assert tensor is not None
-    return tensor.numpy()
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor.numpy()
+    shape = tensor.shape.numpy()
+    return np.memmap(tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, shape)
