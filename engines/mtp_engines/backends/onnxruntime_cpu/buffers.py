@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from mtp_engines.contracts.model import FLOAT_BYTES
 AnyArray = npt.NDArray[Any]
 _ALIGNMENT = 64
 """What kernels want that write past the caches."""
+_MAPPED_BYTES = 256 << 10
 
 
 class Bound:
@@ -47,8 +49,14 @@ class Bound:
 
 
 def zeros(*shape: int) -> npt.NDArray[np.float32]:
-    """float32 zeros at an address that is a multiple of 64 bytes; untouched pages cost no memory."""
+    """float32 zeros at an address that is a multiple of 64 bytes; untouched pages cost no memory.
+
+    Large ones are mappings of their own, which go back to the system when they are freed: malloc would keep them, and
+    what later requests allocate would lie beside the holes.
+    """
     size = FLOAT_BYTES * math.prod(shape)
+    if size >= _MAPPED_BYTES:
+        return np.frombuffer(mmap.mmap(-1, size), np.float32).reshape(shape)
     memory = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     aligned: npt.NDArray[np.float32] = memory[start : start + size].view(np.float32).reshape(shape)

@@ -87,6 +87,8 @@ def open_session(
     options.log_severity_level = _FATAL_ONLY
     # The arena keeps the greatest prompt's buffers in every session: 140 MB at the 0.8B shape.
     options.enable_cpu_mem_arena = False
+    # One block for all buffers of a run finds no hole among freed ones, so the process grows with every width of a run.
+    options.enable_mem_pattern = False
     # Nodes in the order of the graph: by default those that only an output needs run last, and keep what they read.
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     # The sessions of one engine take turns; a pool that keeps spinning would slow the next one down.
