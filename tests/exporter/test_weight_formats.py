@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,15 @@ def test_a_gpu_backend_runs_the_weights_that_the_bundle_holds(bundles: dict[Weig
     hidden = [sequences.verify(ids, 1).hidden.copy() for sequences in (torch, ours, whole)]
     near, far = (float(np.abs(hidden[0] - other).max()) for other in hidden[1:])
     assert 3 * near < far
+
+
+def test_a_weight_file_with_several_links_is_read(bundles: dict[WeightFormats, Path], tmp_path: Path) -> None:
+    """As deduplicating stores and snapshots make them."""
+    os.link(bundles[FORMATS[1]] / WEIGHTS, tmp_path / "another name")
+    try:
+        assert load(bundles[FORMATS[1]], threads=1).engine.sequences().verify(np.array([[5, 6]]), 1).ids.shape == (1, 1)
+    finally:
+        (tmp_path / "another name").unlink()
 
 
 def test_check_compares_with_the_rounded_weights(bundles: dict[WeightFormats, Path]) -> None:
