@@ -56,7 +56,9 @@ def zeros(*shape: int) -> npt.NDArray[np.float32]:
     """
     size = FLOAT_BYTES * math.prod(shape)
     if size >= _MAPPED_BYTES:
-        return np.frombuffer(mmap.mmap(-1, size), np.float32).reshape(shape)
+        # Private: Python's default is shared with every process that is forked.
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(mapping, np.float32).reshape(shape)
     memory = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     aligned: npt.NDArray[np.float32] = memory[start : start + size].view(np.float32).reshape(shape)
