@@ -13,8 +13,8 @@ from mtp_engines.kernels.build import LIBRARY, SOURCES, source_digest
 
 CHOICE = "MTP_CPU_KERNELS"
 """Environment variable: `own` takes these kernels wherever they run, `onnxruntime` never; without it they are taken
-where they were measured to be faster, on processors with AVX2 and without instructions for products of 8-bit integers,
-for which ONNX Runtime has kernels that use them."""
+on processors with AVX2 and without instructions for products of 8-bit integers, one of which they were measured on; for
+the others ONNX Runtime has kernels that use those instructions."""
 _CHOICES = ("own", "onnxruntime")
 _BETTER_THERE = frozenset({"avx_vnni", "avx512_vnni"})
 

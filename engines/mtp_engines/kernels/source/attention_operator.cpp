@@ -140,12 +140,12 @@ void row_block(void* data, size_t task) {
     }
     for (int chunk = 0; chunk < a.chunks_of(sequence, end - 1); ++chunk)
         for (int first = begin; first < end; first += kQueryTile) {
-            const int tile = std::min(kQueryTile, a.queries() - first);
+            const int tile = std::min(kQueryTile, end - first);
             if (a.visible(sequence, first + tile - 1, chunk) == 0) continue;
             Partial found[kQueryTile], *pointers[kQueryTile];
             for (int q = 0; q < tile; ++q) {
                 found[q] = {0, 0, fresh + static_cast<size_t>(q) * a.width};
-                pointers[q] = chunk == 0 && first + q < end ? &all[first - begin + q] : &found[q];
+                pointers[q] = chunk == 0 ? &all[first - begin + q] : &found[q];
             }
             attend_tile(a, sequence, head, chunk, first, queries + static_cast<size_t>(first - begin) * a.width, pointers);
             if (chunk == 0) continue;

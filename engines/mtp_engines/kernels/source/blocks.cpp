@@ -12,8 +12,6 @@
 namespace mtp {
 namespace {
 
-constexpr int kBlock = 64;
-
 // Four nibbles to the lower halves of four bytes.
 uint32_t spread(uint16_t nibbles) {
     uint32_t x = nibbles;

@@ -12,7 +12,6 @@ namespace mtp {
 namespace {
 
 constexpr const char* kDomain = "mtp.kernels";
-constexpr int kUsed = 63;
 
 template <class Pack>
 void in_threads(const Matrix& matrix, int threads, Pack pack) {

@@ -9,7 +9,6 @@
 namespace mtp {
 namespace {
 
-constexpr int kBlock = 64;
 constexpr float kNothing = 1e-30f;  // What is smaller has no number of steps that a float holds.
 
 // In place: `size` values, a power of two, times Sylvester's Hadamard matrix without its factor 1 / sqrt(size).
@@ -111,17 +110,16 @@ void BlockInput::resize(int row_count, int block_count) {
 }
 
 void BlockInput::set(int row, const float* x, int columns) {
-    constexpr int used = kBlock - 1;
     constexpr float most = 127;
     const Place place(row, rows);
     alignas(32) float turned[kBlock];
     alignas(32) int8_t rounded[kBlock];
     for (int block = 0; block < blocks; ++block) {
-        const int count = std::min(used, columns - block * used);
+        const int count = std::min(kUsed, columns - block * kUsed);
         // The matrix lacks its first row: a zero stands before the 63 columns.
         turned[0] = 0;
-        std::memcpy(turned + 1, x + block * used, count * sizeof(float));
-        std::memset(turned + 1 + count, 0, (used - count) * sizeof(float));
+        std::memcpy(turned + 1, x + block * kUsed, count * sizeof(float));
+        std::memset(turned + 1 + count, 0, (kUsed - count) * sizeof(float));
         hadamard64(turned);
         const float size = greatest(turned, kBlock);
         const float steps = size > 0 ? most / size : 0;

@@ -7,8 +7,11 @@
 
 namespace mtp {
 
+constexpr int kBlock = 64;  // Integers of a block of 4 bits,
+constexpr int kUsed = 63;   // and the columns that they stand for.
+
 // Rows are multiplied four at a time, then those that are left. What a step reads of the rows of a tile lies together:
-// of every `piece` values, first those of the tile's first row, then those of its second.
+// a few values of its first row, as many of its second, and so on.
 constexpr int kTile = 4;
 
 // Calls `work(std::integral_constant<int, M>(), row)` for each tile of M rows from `row` on.
