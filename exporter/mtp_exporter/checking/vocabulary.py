@@ -11,7 +11,10 @@ import onnx_ir as ir
 
 from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
+from mtp_engines.kernels.packing import packed_matrices
+from mtp_engines.lowering.own_kernels import KERNELS, keep
 from mtp_engines.lowering.products import WIDE, Matrix, Products, matrix_of
+from mtp_engines.lowering.unused import drop_unused
 from mtp_exporter.checking.trace import Pair
 from mtp_exporter.reading.source import Source
 from mtp_plugins.graph import CONTRIB, GraphBuilder
@@ -73,8 +76,11 @@ def _block_model(matrix: Matrix, width: int, start: int, rows: int, accuracy: in
     hidden = g.input(names.HIDDEN, "float32", ["rows", width])
     parts = [_rows(value, start, rows) for value in matrix.tensors]
     block = matrix.with_tensors([g.initializer(str(part.name), part) for part in parts])
-    g.output(names.LOGITS, Products(accuracy).add(g, hidden, block, axis=0), "float32", ["rows", rows])
-    return g.model(domains=[CONTRIB])
+    packed = packed_matrices()
+    g.output(names.LOGITS, Products(accuracy, packed).add(g, hidden, block, axis=0), "float32", ["rows", rows])
+    model = keep(g.model(domains=[CONTRIB, KERNELS]), packed)
+    drop_unused(model.graph)
+    return model
 
 
 def _rows(value: ir.Value, start: int, rows: int) -> ir.ExternalTensor:
