@@ -19,7 +19,7 @@ from mtp_engines.contracts.manifest import MANIFEST
 from mtp_engines.costs import CycleCosts, measure_costs
 from mtp_engines.engine import Engine
 from mtp_engines.kernels.build import source_digest
-from mtp_engines.kernels.library import path_of_kernels
+from mtp_engines.kernels.library import instructions, path_of_kernels
 
 FORM = 1
 """Raised whenever costs are measured in another way."""
@@ -66,7 +66,7 @@ def key_of(bundle: Bundle, engine: Engine, options: EngineOptions, *, answers: i
         "engine": type(engine).__qualname__,
         "runs_on": engine.runs_on,
         "processors": _processors(engine.runs_on),
-        "kernels": source_digest() if engine.runs_on == "cpu" and path_of_kernels() else "",
+        "kernels": f"{source_digest()} {instructions()}" if engine.runs_on == "cpu" and path_of_kernels() else "",
         "options": [options.threads, options.backend, options.device, options.graphs],
         "answers": answers,
         "whole": whole,

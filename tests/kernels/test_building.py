@@ -63,14 +63,17 @@ def test_libraries_that_must_not_be_used(fresh: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_who_decides(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setattr(library, "read_cpuinfo", lambda: "processor : 0\nflags : fpu avx2 fma\n")
     assert library.path_of_kernels() == library.LIBRARY
-    fresh.setattr(library, "read_cpuinfo", lambda: "processor : 0\nflags : avx2 fma avx512_vnni\n")
-    assert library.path_of_kernels() is None, "ONNX Runtime has kernels for these"
+    best = library.instructions()
+    assert best in library.INSTRUCTIONS
     fresh.setenv(library.CHOICE, "own")
     assert library.path_of_kernels() == library.LIBRARY
+    assert library.instructions() == best
+    fresh.setenv(library.CHOICE, "own-avx2")
+    assert library.path_of_kernels() == library.LIBRARY
+    assert library.instructions() == "avx2"
     fresh.setenv(library.CHOICE, "onnxruntime")
     assert library.path_of_kernels() is None
     fresh.setenv(library.CHOICE, "fast")
-    with pytest.raises(BundleError, match=r"MTP_CPU_KERNELS is 'fast'. It takes own or onnxruntime"):
+    with pytest.raises(BundleError, match=r"MTP_CPU_KERNELS is 'fast'. It takes own, own-avx2, onnxruntime"):
         library.path_of_kernels()

@@ -14,6 +14,7 @@ import pytest
 
 from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph
 from mtp_engines.errors import BundleError
+from mtp_engines.kernels import library
 from mtp_engines.kernels.packing import PackedMatrices
 from mtp_engines.lowering.own_kernels import KERNELS, merge_products
 from mtp_exporter.storing.blocks import four_bits
@@ -22,6 +23,18 @@ from mtp_plugins.graph import GraphBuilder
 from mtp_plugins.rotated_weight.reference import rotated_weight, rotation
 
 from .sessions import normal, open_model
+
+
+@pytest.fixture(autouse=True, params=library.INSTRUCTIONS)
+def used(request: pytest.FixtureRequest, own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every kind of instructions that this processor has."""
+    used: str = request.param
+    if library.INSTRUCTIONS.index(used) > library.INSTRUCTIONS.index(library.instructions()):
+        pytest.skip(f"this processor has no {used}")
+    monkeypatch.setenv(library.CHOICE, "own-avx2" if used == "avx2" else "own")
+    assert PackedMatrices().used == used
+    return used
+
 
 SHAPES = [(70, 192), (5, 64), (33, 100), (17, 21), (8, 63), (1, 1), (16, 640), (300, 1088)]
 """Rows and columns, whole groups and blocks and parts of them."""
@@ -205,6 +218,33 @@ def test_a_bundle_with_addresses_in_its_graph_is_refused(tmp_path: Path) -> None
     ir.save(product_model(12345), tmp_path / "backbone.onnx")
     with pytest.raises(BundleError, match=r"holds nodes of mtp.kernels"):
         load_graph(tmp_path / "backbone.onnx")
+
+
+@pytest.mark.parametrize(("make", "limit"), KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES, (1100, 320)])
+def test_bits_do_not_depend_on_the_instructions(
+    make: Maker, limit: float, shape: tuple[int, int], used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = normal(9, 37, shape[1])
+    monkeypatch.setenv(library.CHOICE, "own-avx2")
+    plain = open_product(make(*shape))
+    monkeypatch.setenv(library.CHOICE, "own-avx2" if used == "avx2" else "own")
+    other = open_product(make(*shape))
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 37):
+        np.testing.assert_array_equal(run(other, x[:rows]), run(plain, x[:rows]))
+    assert (run(other, x[:2] * np.float32(1.01)) != run(plain, x[:2])).any(), "control: other rows are seen"
+
+
+def test_matrices_packed_for_different_instructions_are_no_node(used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = blocks(8, 192)
+    monkeypatch.setenv(library.CHOICE, "own-avx2")
+    both = product_model(made.address, (other := blocks(8, 192)).address)
+    if used == "avx2":
+        open_model(both)
+        return
+    with pytest.raises(Exception, match="packed differently"):
+        open_model(both)
+    assert other.memory
 
 
 def test_matrices_of_different_widths_are_no_node() -> None:

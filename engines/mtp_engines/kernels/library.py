@@ -7,16 +7,15 @@ import os
 from functools import cache
 from pathlib import Path
 
-from mtp_engines.cores import read_cpuinfo
 from mtp_engines.errors import BundleError
 from mtp_engines.kernels.build import LIBRARY, SOURCES, source_digest
 
 CHOICE = "MTP_CPU_KERNELS"
-"""Environment variable: `own` takes these kernels wherever they run, `onnxruntime` never; without it they are taken
-on processors with AVX2 and without instructions for products of 8-bit integers, one of which they were measured on; for
-the others ONNX Runtime has kernels that use those instructions."""
-_CHOICES = ("own", "onnxruntime")
-_BETTER_THERE = frozenset({"avx_vnni", "avx512_vnni"})
+"""Environment variable: `own` asks for these kernels, `own-avx2` for them without what a processor can do beyond AVX2,
+`onnxruntime` for none of them; without it they are taken wherever they run."""
+_OWN, _OWN_AVX2, _ONNXRUNTIME = _CHOICES = ("own", "own-avx2", "onnxruntime")
+INSTRUCTIONS = ("avx2", "vnni")
+"""What kernels can be made of: AVX2, or AVX-512 with its products of 8-bit integers too. Results are the same bits."""
 
 
 def path_of_kernels() -> Path | None:
@@ -25,15 +24,22 @@ def path_of_kernels() -> Path | None:
     Raises:
         BundleError: the environment asks for kernels that there are not, or for something unknown.
     """
+    asked, missing = _asked(), why_missing()
+    if asked in (_OWN, _OWN_AVX2) and missing is not None:
+        raise BundleError(f"{CHOICE} asks for the tool's own kernels, but {missing}.")
+    return None if asked == _ONNXRUNTIME or missing is not None else LIBRARY
+
+
+def instructions() -> str:
+    """Which of `INSTRUCTIONS` the kernels use here."""
+    return INSTRUCTIONS[0] if _asked() == _OWN_AVX2 else INSTRUCTIONS[kernels().mtp_best_instructions()]
+
+
+def _asked() -> str:
     asked = os.environ.get(CHOICE, "")
     if asked and asked not in _CHOICES:
-        raise BundleError(f"{CHOICE} is {asked!r}. It takes {' or '.join(_CHOICES)}; unset it to let the tool choose.")
-    missing = why_missing()
-    if asked == "own" and missing is not None:
-        raise BundleError(f"{CHOICE} asks for the tool's own kernels, but {missing}.")
-    if asked == "onnxruntime" or missing is not None:
-        return None
-    return LIBRARY if asked == "own" or _BETTER_THERE.isdisjoint(_flags()) else None
+        raise BundleError(f"{CHOICE} is {asked!r}. It takes {', '.join(_CHOICES)}; unset it to let the tool choose.")
+    return asked
 
 
 @cache
@@ -57,18 +63,9 @@ def kernels() -> ctypes.CDLL:
     """The library with the types of its functions."""
     found = ctypes.CDLL(str(LIBRARY))
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    found.mtp_new_arena.restype = pointer
+    found.mtp_new_arena.argtypes, found.mtp_new_arena.restype = [number], pointer
     found.mtp_let_arena_go.argtypes, found.mtp_let_arena_go.restype = [pointer], None
     found.mtp_pack_blocks.argtypes, found.mtp_pack_blocks.restype = [pointer] * 3 + [number] * 3, pointer
     found.mtp_pack_rotated.argtypes, found.mtp_pack_rotated.restype = [pointer] * 3 + [number] * 5, pointer
     found.mtp_pack_whole.argtypes, found.mtp_pack_whole.restype = [pointer] * 2 + [number] * 3, pointer
     return found
-
-
-def _flags() -> frozenset[str]:
-    """What the first processor can do."""
-    for line in read_cpuinfo().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()

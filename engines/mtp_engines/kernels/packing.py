@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_engines.errors import BundleError
-from mtp_engines.kernels.library import kernels, path_of_kernels
+from mtp_engines.kernels.library import INSTRUCTIONS, instructions, kernels, path_of_kernels
 from mtp_plugins.block_weight import BLOCK, USED
 
 Integers = npt.NDArray[np.uint8]
@@ -23,10 +23,14 @@ class PackedMatrices:
     object lives; sessions that are open keep the memory.
     """
 
-    def __init__(self, threads: int = 1) -> None:
-        """`threads`: that pack a matrix."""
+    def __init__(self, threads: int = 1, used: str | None = None) -> None:
+        """Args:
+        threads: that pack a matrix.
+        used: one of `INSTRUCTIONS` that this processor has, for all sessions that read these; None chooses.
+        """
         self._threads = threads
-        self._arena = kernels().mtp_new_arena()
+        self.used = used or instructions()
+        self._arena = kernels().mtp_new_arena(INSTRUCTIONS.index(self.used))
         weakref.finalize(self, kernels().mtp_let_arena_go, self._arena)
 
     def blocks(self, blocks: Integers, scales: Floats, columns: int) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from mtp_engines.contracts.model import AttentionSpec, CachedMixer, ModelSpec
 
 _KERNEL_UNIT = 8
-_UNSPLIT = 128
+UNSPLIT = 128
+"""Values of a cache row that are always summed in one."""
 
 
 def stored_width(width: int) -> int:
     """Width of a head in the cache: at least `width`, the rest zeros that change no score.
 
     GroupQueryAttention takes multiples of 8. Beyond 128 it sums a dot product in several parts whose borders
-    depend on the number of cached rows, unless the width is a power of two (decision 0006).
+    depend on the number of cached rows, unless the width is a power of two (decision 0006), and with AVX-512 even then
+    (`attention_trial`).
     """
-    if width > _UNSPLIT:
+    if width > UNSPLIT:
         return 1 << (width - 1).bit_length()
     return -(-width // _KERNEL_UNIT) * _KERNEL_UNIT
 

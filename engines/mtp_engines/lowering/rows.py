@@ -1,4 +1,4 @@
-"""A second row beside a lone one, for kernels that round one row differently."""
+"""Rows beside others, for kernels that round one row, or an odd one, differently."""
 
 from __future__ import annotations
 

@@ -101,5 +101,5 @@ def engine_threads(engine: Engine, physical: int) -> int | None:
 
 
 def kernels_of(engine: Engine) -> str | None:
-    """Whose kernels multiply on a CPU, "own" or "onnxruntime"; None where ONNX Runtime on a CPU does not run."""
+    """Whose kernels multiply on a CPU ("own, vnni", "own, avx2", "onnxruntime"); None where none of them does."""
     return engine.kernels if isinstance(engine, CpuEngine) else None

@@ -16,6 +16,7 @@ from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.cores import physical_cores, read_cpuinfo
 from mtp_engines.errors import RequestError
 from mtp_engines.kernels.packing import packed_matrices
+from mtp_engines.lowering.attention_trial import attention_that_splits
 from mtp_engines.lowering.commit import commit_model
 from mtp_engines.lowering.heads import head_model, without_head
 from mtp_engines.lowering.last_row import only_last_row
@@ -27,8 +28,8 @@ class CpuEngine:
     """Backbone, vocabulary head, MTP head and commit as sessions; see `mtp_engines.engine.Engine`.
 
     One backbone session serves prefill, decode and verify, and one head session serves target and
-    draft, so every matrix is packed once. `kernels` says whose kernels run: "own", those of `mtp_engines.kernels`, or
-    "onnxruntime".
+    draft, so every matrix is packed once. `kernels` says whose kernels run: "own, vnni" or "own, avx2", those of
+    `mtp_engines.kernels`, or "onnxruntime".
     """
 
     runs_on = "cpu"
@@ -47,7 +48,7 @@ class CpuEngine:
         Args:
             spec: what the graphs were built from.
             limits: what the bundle was built for.
-            numerics: the manifest's promise.
+            numerics: the manifest's promise, kept where ONNX Runtime's attention allows it.
             backbone: canonical backbone graph; its weight file lies beside it.
             mtp: canonical graph of every depth of the draft head, in the same folder.
             threads: intra-op threads of each session; 0 takes one for each physical core.
@@ -55,11 +56,12 @@ class CpuEngine:
         Raises:
             BundleError: ONNX Runtime refuses a graph.
         """
-        self.spec, self.limits, self.numerics = spec, limits, numerics
+        self.spec, self.limits = spec, limits
 
         workers = threads or physical_cores(read_cpuinfo())
         packed = packed_matrices(workers)
-        self.kernels = "onnxruntime" if packed is None else "own"
+        self.numerics = "near-tie" if packed is None and attention_that_splits(spec) else numerics
+        self.kernels = "onnxruntime" if packed is None else f"own, {packed.used}"
 
         def session(model: ir.Model) -> ort.InferenceSession:
             return open_session(model, backbone.parent, threads=threads)

@@ -54,7 +54,8 @@ __attribute__((always_inline)) inline void add_quarter(const __m256i* integers, 
 template <int M>
 __attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, int row, int group, float* out) {
     const int blocks = matrix.blocks;
-    const uint8_t* record = matrix.data + static_cast<size_t>(group) * blocks * kBlockBytes;
+    constexpr int record_bytes = kBlockBytes * kBlockGroup;
+    const uint8_t* record = matrix.data + static_cast<size_t>(group) * blocks * record_bytes;
     const size_t at = static_cast<size_t>(row) * blocks;
     const int8_t* values = x.values.data() + at * kBlock;
     const float* scales = x.scales.data() + at;
@@ -74,7 +75,7 @@ __attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, i
             const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(found[m]), _mm256_set1_ps(scales[m]));
             sum[m] = _mm256_fmadd_ps(scaled, weight_scales, sum[m]);
         }
-        record += kBlockBytes, values += kBlock * M, scales += M, offsets += M;
+        record += record_bytes, values += kBlock * M, scales += M, offsets += M;
     }
     const int first = group * kBlockGroup;
     for (int m = 0; m < M; ++m)
@@ -84,12 +85,12 @@ __attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, i
 }  // namespace
 
 void pack_blocks(const uint8_t* blocks, const float* scales, int first_group, int last_group, Matrix& matrix) {
-    const int count = matrix.blocks;
+    const int count = matrix.blocks, size = group_size(matrix);
     for (int group = first_group; group < last_group; ++group) {
-        uint8_t* record = matrix.data + static_cast<size_t>(group) * count * kBlockBytes;
-        for (int block = 0; block < count; ++block, record += kBlockBytes) {
-            for (int c = 0; c < kBlockGroup; ++c) {
-                const int output = group * kBlockGroup + c;
+        uint8_t* record = matrix.data + group * group_bytes(matrix);
+        for (int block = 0; block < count; ++block, record += kBlockBytes * size) {
+            for (int c = 0; c < size; ++c) {
+                const int output = group * size + c;
                 float scale = 0;
                 uint16_t quads[16] = {};
                 if (output < matrix.outputs) {
@@ -99,17 +100,18 @@ void pack_blocks(const uint8_t* blocks, const float* scales, int first_group, in
                 }
                 for (int j = 0; j < 8; ++j) {
                     const uint32_t four = spread(quads[j]) | spread(quads[8 + j]) << 4;
-                    std::memcpy(record + 32 * j + 4 * c, &four, 4);
+                    std::memcpy(record + 4 * (j * size + c), &four, 4);
                 }
-                std::memcpy(record + 256 + 4 * c, &scale, 4);
+                std::memcpy(record + 4 * (8 * size + c), &scale, 4);
             }
         }
     }
 }
 
 void multiply_blocks(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, float* out) {
+    if (matrix.used == Instructions::vnni) return multiply_blocks_vnni(matrix, x, first_group, last_group, out);
     for (int group = first_group; group < last_group; ++group) {
-        in_tiles(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
+        in_tiles<kTile>(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
     }
 }
 

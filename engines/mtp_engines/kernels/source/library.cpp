@@ -7,6 +7,7 @@
 
 #include "matrices.h"
 #include "operators.h"
+#include "processor.h"
 
 namespace mtp {
 namespace {
@@ -32,7 +33,7 @@ void in_threads(const Matrix& matrix, int threads, Pack pack) {
 Matrix* new_matrix(Arena& arena, Kind kind, int outputs, int columns, int run) {
     uint8_t* own = arena.take(sizeof(Matrix));
     if (own == nullptr) return nullptr;
-    Matrix* matrix = new (own) Matrix{kind, outputs, columns, 0, run, nullptr, nullptr, &arena};
+    Matrix* matrix = new (own) Matrix{kind, arena.used, outputs, columns, 0, run, nullptr, nullptr, &arena};
     if (kind == Kind::blocks) matrix->blocks = (columns + kUsed - 1) / kUsed;
     matrix->data = arena.take(group_count(*matrix) * group_bytes(*matrix));
     if (kind == Kind::rotated)
@@ -52,7 +53,13 @@ MTP_EXPORT const char* mtp_source_digest() { return MTP_SOURCE_DIGEST; }
 
 MTP_EXPORT int mtp_is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-MTP_EXPORT void* mtp_new_arena() { return new mtp::Arena; }
+// `mtp::Instructions` that this processor has.
+MTP_EXPORT int mtp_best_instructions() { return static_cast<int>(mtp::best_instructions()); }
+
+// Its matrices are packed for these instructions, which the processor must have.
+MTP_EXPORT void* mtp_new_arena(int instructions) {
+    return new mtp::Arena(static_cast<mtp::Instructions>(instructions));
+}
 
 MTP_EXPORT void mtp_let_arena_go(void* arena) { static_cast<mtp::Arena*>(arena)->let_go(); }
 

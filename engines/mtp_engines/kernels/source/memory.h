@@ -7,12 +7,14 @@
 #include <set>
 #include <vector>
 
+#include "processor.h"
+
 namespace mtp {
 
 // Lives as long as anybody holds it: who made it, and every kernel that reads a matrix in it.
 class Arena {
 public:
-    Arena() = default;
+    explicit Arena(Instructions used) : used(used) {}
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
@@ -20,6 +22,9 @@ public:
 
     // Makes `address` known as something that lies in this memory.
     void publish(const void* address);
+
+    // What its matrices are packed for.
+    const Instructions used;
 
     // Holds the memory in which a published address lies; false if there is none.
     static bool hold(const void* address);

@@ -18,6 +18,7 @@ struct Kernel {
     Api api;
     std::vector<const Matrix*> matrices;
     bool rounds_blocks = false, rounds_rows = false;
+    Instructions used = Instructions::avx2;
 
     ~Kernel() {
         for (const Matrix* matrix : matrices) matrix->arena->let_go();
@@ -66,9 +67,9 @@ Status* run(const Kernel& kernel, runtime::Context* context, Call& call, const s
     tasks.clear();
     for (size_t i = 0; i < outputs.size(); ++i) {
         const Matrix& matrix = *kernel.matrices[i];
-        if (matrix.kind == Kind::blocks) scratch.blocks.resize(call.rows, matrix.blocks);
+        if (matrix.kind == Kind::blocks) scratch.blocks.resize(call.rows, matrix.blocks, kernel.used);
         if (matrix.kind == Kind::rotated) {
-            scratch.rotated.resize(call.rows, (matrix.columns + 1) / 2 * 2);
+            scratch.rotated.resize(call.rows, (matrix.columns + 1) / 2 * 2, kernel.used);
             call.run = matrix.run;
         }
         const int groups = group_count(matrix);
@@ -128,6 +129,8 @@ Status* make(const Api& api, const runtime::Info* info, void** state) {
         if (matrix == nullptr) return api.error("There is no packed matrix.");
         kernel->matrices.push_back(matrix);
         if (matrix->columns != kernel->matrices[0]->columns) return api.error("The matrices have different widths.");
+        if (matrix->used != kernel->matrices[0]->used) return api.error("The matrices are packed differently.");
+        kernel->used = matrix->used;
         kernel->rounds_blocks |= matrix->kind == Kind::blocks;
         kernel->rounds_rows |= matrix->kind == Kind::rotated;
     }

@@ -73,8 +73,9 @@ void pack_rotated(const uint8_t* values, const float* scales, bool by_rows, int 
 }
 
 void multiply_rotated(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, float* out) {
+    if (matrix.used == Instructions::vnni) return multiply_rotated_vnni(matrix, x, first_group, last_group, out);
     for (int group = first_group; group < last_group; ++group) {
-        in_tiles(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
+        in_tiles<kTile>(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
     }
 }
 

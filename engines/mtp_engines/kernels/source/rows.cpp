@@ -103,15 +103,15 @@ void round_row(const float* values, int count, float factor, int16_t* out) {
 
 }  // namespace
 
-void BlockInput::resize(int row_count, int block_count) {
-    rows = row_count, blocks = block_count;
+void BlockInput::resize(int row_count, int block_count, Instructions used) {
+    rows = row_count, blocks = block_count, tile = tile_of(used);
     const size_t count = static_cast<size_t>(rows) * blocks;
     values.resize(count * kBlock), scales.resize(count), offsets.resize(count);
 }
 
 void BlockInput::set(int row, const float* x, int columns) {
     constexpr float most = 127;
-    const Place place(row, rows);
+    const Place place(row, rows, tile);
     alignas(32) float turned[kBlock];
     alignas(32) int8_t rounded[kBlock];
     for (int block = 0; block < blocks; ++block) {
@@ -132,8 +132,8 @@ void BlockInput::set(int row, const float* x, int columns) {
     }
 }
 
-void RotatedInput::resize(int row_count, int column_count) {
-    rows = row_count, columns = column_count;
+void RotatedInput::resize(int row_count, int column_count, Instructions used) {
+    rows = row_count, columns = column_count, tile = tile_of(used);
     values.resize(static_cast<size_t>(rows) * columns), scales.resize(rows);
 }
 
@@ -149,7 +149,7 @@ void RotatedInput::set(int row, const float* x, int stored_columns, int run) {
     const float most = std::floor(std::min(32767.f, 2147483647.f / (128.f * columns)) * 0.999f);
     const float size = greatest(turned.data(), columns);
     round_row(turned.data(), columns, size > 0 ? most / size : 0, rounded.data());
-    const Place place(row, rows);
+    const Place place(row, rows, tile);
     int16_t* to = values.data() + static_cast<size_t>(place.first) * columns + 2 * place.within;
     for (int i = 0; i < columns; i += 2, to += 2 * place.count) std::memcpy(to, rounded.data() + i, 4);
     scales[row] = size / (most * std::sqrt(static_cast<float>(run)));
