@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 
 from mtp_engines.contracts import names
-from mtp_engines.lowering.heads import head_model, without_head
+from mtp_engines.lowering.heads import head_models, without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_plugins.graph import DOMAIN
 from tests.engines.conftest import Case
@@ -52,7 +52,7 @@ def test_lowering_leaves_no_canonical_node_and_no_vocabulary_matrix_in_the_backb
     assert vocabulary_products(whole) == 1, "control: with the head there is one"
     assert vocabulary_products(cut) == 0
     assert [value.name for value in cut.graph.inputs if value.name == names.LOGIT_ROWS] == []
-    assert len(head_model(ir.load(case.model.bundle.backbone)).graph.initializers) == 1
+    assert len(head_models(ir.load(case.model.bundle.backbone)).score.graph.initializers) == 1
 
 
 @pytest.mark.parametrize("kept", range(6))

@@ -16,7 +16,7 @@ from mtp_engines.backends.onnxruntime_cpu.sessions import open_session
 from mtp_engines.contracts import names
 from mtp_engines.errors import BuildError
 from mtp_engines.lowering.attention import KEY_VALUE_LENGTHS
-from mtp_engines.lowering.heads import CHECKSUM, IDS, head_model, without_head
+from mtp_engines.lowering.heads import CHECKSUM, IDS, head_models, without_head
 from mtp_engines.lowering.precision import to_precision
 from mtp_engines.lowering.standard import fix_axes, head_standard, lower_standard
 from mtp_plugins.graph import DOMAIN, GraphBuilder
@@ -165,7 +165,7 @@ def test_axes_get_a_size_by_their_name(case: Case) -> None:
 def heads(graph: Path) -> tuple[ort.InferenceSession, ort.InferenceSession, int]:
     """The plugin-free and the packed head of a graph, and the width of their rows."""
     ours = open_session(head_standard(ir.load(graph)), graph.parent)
-    return ours, open_session(head_model(ir.load(graph)), graph.parent), ours.get_inputs()[0].shape[1]
+    return ours, open_session(head_models(ir.load(graph)).score, graph.parent), ours.get_inputs()[0].shape[1]
 
 
 @pytest.mark.parametrize("graph", ["backbone.onnx", "mtp.onnx"])

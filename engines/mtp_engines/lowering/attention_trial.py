@@ -16,6 +16,7 @@ from mtp_plugins.graph import DOMAIN, GraphBuilder
 _PANEL = 16384
 """Values of a panel of the library's product: where cached rows fill another one, sums may be taken otherwise."""
 _ROWS = 8
+_FATAL_ONLY = 4
 
 
 def attention_that_splits(spec: ModelSpec) -> str | None:
@@ -44,10 +45,11 @@ def first_difference(width: int) -> int | None:
     outputs = g.op_multi(
         "CachedAttention", *rows, *pasts, length, outputs=names, domain=DOMAIN, num_heads=2, num_kv_heads=1
     )
-    for name, value, heads in zip(names, outputs, (2, 1, 1), strict=True):
-        g.output(name, value, "float32", ["batch", "rows", heads * width])
+    g.output(names[0], outputs[0], "float32", ["batch", "rows", 2 * width])
+    for name, value in zip(names[1:], outputs[1:], strict=True):
+        g.output(name, value, "float32", ["batch", 1, "capacity", width])
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads, options.log_severity_level = 1, _FATAL_ONLY
     payload = ir.to_proto(lower(g.model(domains=[DOMAIN]))).SerializeToString()
     session = ort.InferenceSession(payload, options, providers=["CPUExecutionProvider"])
     draw, border = np.random.default_rng(0), max(_PANEL // width, _ROWS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import onnx_ir as ir
 
 from mtp_engines.contracts import names
 from mtp_engines.kernels.packing import PackedMatrices
-from mtp_engines.lowering.own_kernels import KERNELS, keep
+from mtp_engines.lowering.own_kernels import KERNELS, keep, packed_choice
 from mtp_engines.lowering.products import Matrix, Products, matrix_of
 from mtp_engines.lowering.unused import drop_unused
 from mtp_plugins.graph import CONTRIB, GraphBuilder
@@ -26,32 +28,53 @@ def without_head(model: ir.Model) -> ir.Model:
     return model
 
 
-def head_model(model: ir.Model, packed: PackedMatrices | None = None) -> ir.Model:
-    """hidden float32[rows, hidden_size] -> ids int64[rows], logits, and a checksum of each row.
+class HeadModels(NamedTuple):
+    """The graphs of a vocabulary head, hidden float32[rows, hidden_size] -> ids int64[rows] and a checksum of each row.
 
-    The checksum is the sum of a row's logits: it is not finite if any of them is not. The ids of a head with
-    a vocabulary of its own are the target's. `packed` as `lower` takes it.
+    The checksum is not finite if any logit of the row is not. The ids of a head with a vocabulary of its own are the
+    target's. `score` gives the logits too, float32[rows, vocab_size]; where ONNX Runtime multiplies, it is the only
+    graph, since each packs its matrix for itself.
     """
+
+    choose: ir.Model
+    score: ir.Model
+
+
+def head_models(model: ir.Model, packed: PackedMatrices | None = None) -> HeadModels:
+    """The vocabulary head of a canonical graph; `packed` as `lower` takes it."""
     found = {output.name: output for output in model.graph.outputs}
-    logits = found[names.LOGITS]
+    logits, draft_ids = found[names.LOGITS], found.get(names.DRAFT_IDS)
     producer = logits.producer()
     assert producer is not None
     matrix = matrix_of(producer)
     assert matrix is not None
     vocab_size, hidden_size = matrix.shape
+
     g = GraphBuilder("head")
     hidden = g.input(names.HIDDEN, "float32", ["rows", hidden_size])
     products = Products(packed=packed)
     scores = products.add(g, hidden, matrix if products.packs(matrix) else own_copy(g, matrix), axis=0)
     # ArgMax takes the first of equal values, so ties go to the lowest id everywhere.
-    ids = g.op("ArgMax", scores, axis=-1, keepdims=0)
-    if names.DRAFT_IDS in found:
-        table = _table(found[names.DRAFT_IDS])
-        ids = g.op("Gather", g.initializer(str(table.name), table), ids, axis=0)
-    g.output(IDS, ids, "int64", ["rows"])
+    _give_ids(g, g.op("ArgMax", scores, axis=-1, keepdims=0), draft_ids)
     g.output(CHECKSUM, g.op("ReduceSum", scores, g.constant([-1]), keepdims=0), "float32", ["rows"])
     g.output(names.LOGITS, scores, "float32", ["rows", vocab_size])
-    return keep(g.model(domains=[CONTRIB, KERNELS]), packed)
+    score = keep(g.model(domains=[CONTRIB, KERNELS]), packed)
+
+    product = scores.producer()
+    if product is None or product.op_type != "PackedProduct":
+        return HeadModels(score, score)
+    g = GraphBuilder("choice")
+    ids, checksum = packed_choice(g, g.input(names.HIDDEN, "float32", ["rows", hidden_size]), product)
+    _give_ids(g, ids, draft_ids)
+    g.output(CHECKSUM, checksum, "float32", ["rows"])
+    return HeadModels(keep(g.model(domains=[KERNELS]), packed), score)
+
+
+def _give_ids(g: GraphBuilder, ids: ir.Value, draft_ids: ir.Value | None) -> None:
+    if draft_ids is not None:
+        table = _table(draft_ids)
+        ids = g.op("Gather", g.initializer(str(table.name), table), ids, axis=0)
+    g.output(IDS, ids, "int64", ["rows"])
 
 
 def own_copy(g: GraphBuilder, matrix: Matrix) -> Matrix:

@@ -37,6 +37,20 @@ def packed_product(g: GraphBuilder, x: ir.Value, matrix: Matrix, memory: PackedM
     return _shaped([product], [*axes, matrix.shape[0]])[0]
 
 
+def packed_choice(g: GraphBuilder, x: ir.Value, product: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """The column of the greatest product of each row, int64[rows], and a checksum, float32[rows]; products stay inside.
+
+    Args:
+        x: float32[rows, columns].
+        product: a `PackedProduct` of another graph, whose one matrix it takes.
+    """
+    (address,) = product.attributes["matrices"].as_ints()
+    ids, checksum = g.op_multi("PackedChoice", x, outputs=("ids", "checksum"), domain=KERNELS, matrices=[address])
+    for value, kind in ((ids, ir.DataType.INT64), (checksum, ir.DataType.FLOAT)):
+        value.type, value.shape = ir.TensorType(kind), ir.Shape(["rows"])
+    return ids, checksum
+
+
 def merge_products(graph: ir.Graph) -> None:
     """One node for all products that meet the same rows, which are then rounded once."""
     together: dict[ir.Value, list[ir.Node]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -12,11 +13,11 @@ import numpy as np
 
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
 from mtp_engines.backends.onnxruntime_cpu.mtp import ChainedHead, HeadGraph
-from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph, open_session
+from mtp_engines.backends.onnxruntime_cpu.sessions import load_graph, open_head, open_session
 from mtp_engines.contracts.manifest import DraftVocabulary, Limits, WeightFormats
 from mtp_engines.contracts.model import ModelSpec, MoeSpec
 from mtp_engines.kernels.packing import packed_matrices
-from mtp_engines.lowering.heads import head_model, without_head
+from mtp_engines.lowering.heads import head_models, without_head
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_exporter.prepare import Prepared
 from mtp_exporter.storing.weights import stored_bytes
@@ -74,11 +75,12 @@ def time_draft_step(
     threads = 1 if vocabulary.step_whole.weight_bytes < _ONE_THREAD_BYTES else 0
     folder, width = backbone.parent, spec.mtp.hidden_size
     packed = packed_matrices()
-    layer = open_session(lower(without_head(load_graph(head)), packed=packed), folder, threads=threads)
+    opened = partial(open_session, folder=folder, threads=threads)
+    layer = opened(lower(without_head(load_graph(head)), packed=packed))
     heads = []
     for graph in (head, backbone):
-        scores = VocabularyHead(open_session(head_model(load_graph(graph), packed), folder, threads=threads), width)
-        heads.append(ChainedHead(HeadGraph.of_depth(layer, spec, 0, limits, 1), 1, scores))
+        sessions = open_head(head_models(load_graph(graph), packed), opened)
+        heads.append(ChainedHead(HeadGraph.of_depth(layer, spec, 0, limits, 1), 1, VocabularyHead(sessions, width)))
     tokens, rows = np.zeros((1, 1), np.int64), np.ones(1, np.int64)
     hidden = np.random.default_rng(0).standard_normal((1, 1, spec.tap_width), np.float32)
     taken: tuple[list[float], list[float]] = ([], [])

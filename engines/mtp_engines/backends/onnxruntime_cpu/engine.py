@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
-import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.huge_pages import in_huge_pages
 from mtp_engines.backends.onnxruntime_cpu.sequences import CpuSequences
-from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions, load_graph, open_session
+from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions, load_graph, open_head, open_session
 from mtp_engines.checks import refuse_cache_rows
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
@@ -18,7 +18,7 @@ from mtp_engines.errors import RequestError
 from mtp_engines.kernels.packing import packed_matrices
 from mtp_engines.lowering.attention_trial import attention_that_splits
 from mtp_engines.lowering.commit import commit_model
-from mtp_engines.lowering.heads import head_model, without_head
+from mtp_engines.lowering.heads import head_models, without_head
 from mtp_engines.lowering.last_row import only_last_row
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_engines.lowering.own_kernels import commit_model as own_commit_model
@@ -57,14 +57,12 @@ class CpuEngine:
             BundleError: ONNX Runtime refuses a graph.
         """
         self.spec, self.limits = spec, limits
-
         workers = threads or physical_cores(read_cpuinfo())
         packed = packed_matrices(workers)
         self.numerics = "near-tie" if packed is None and attention_that_splits(spec) else numerics
         self.kernels = "onnxruntime" if packed is None else f"own, {packed.used}"
 
-        def session(model: ir.Model) -> ort.InferenceSession:
-            return open_session(model, backbone.parent, threads=threads)
+        session = partial(open_session, folder=backbone.parent, threads=threads)
 
         def lowered(model: ir.Model) -> ir.Model:
             return lower(model, threads=workers, packed=packed)
@@ -75,14 +73,16 @@ class CpuEngine:
         commits = _commit_models(spec, own=packed is not None)
         with in_huge_pages():
             # The head first: its matrix is the largest, and while it is packed it is in memory twice.
-            head = session(head_model(load_graph(backbone), packed))
+            head = open_head(head_models(load_graph(backbone), packed), session)
+            own = mtp[:1] if spec.mtp and spec.mtp.own_head else ()
+            own_heads = [open_head(head_models(load_graph(path), packed), session) for path in own]
             self.sessions = Sessions(
                 backbone=session(lowered(without_head(load_graph(backbone)))),
                 head=head,
                 commit=session(commits[0]) if commits else None,
                 commit_all=session(commits[1]) if len(commits) > 1 else None,
                 mtp=tuple(session(lowered(model)) for model in heads),
-                draft_head=session(head_model(load_graph(mtp[0]), packed)) if spec.mtp and spec.mtp.own_head else None,
+                draft_head=next(iter(own_heads), None),
             )
 
     def sequences(self, batch: int = 1, cache_rows: int | None = None) -> CpuSequences:

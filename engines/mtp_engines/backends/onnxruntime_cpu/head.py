@@ -7,6 +7,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
+from mtp_engines.backends.onnxruntime_cpu.sessions import HeadSessions
 from mtp_engines.contracts import names
 from mtp_engines.engine import Choose, Floats, Ids
 from mtp_engines.lowering.heads import CHECKSUM, IDS
@@ -17,9 +18,9 @@ Finite = npt.NDArray[np.bool_]
 class VocabularyHead:
     """Choices over a whole vocabulary; greedy ones leave the logits inside the session."""
 
-    def __init__(self, session: ort.InferenceSession, hidden_size: int) -> None:
-        self._session, self._hidden_size = session, hidden_size
-        (logits,) = (output for output in session.get_outputs() if output.name == names.LOGITS)
+    def __init__(self, sessions: HeadSessions, hidden_size: int) -> None:
+        self._sessions, self._hidden_size = sessions, hidden_size
+        (logits,) = (output for output in sessions.score.get_outputs() if output.name == names.LOGITS)
         self._vocab_size = int(logits.shape[-1])
         self._runs: dict[tuple[int, bool], _Run] = {}
         self._logits = np.zeros((0, self._vocab_size), np.float32)
@@ -48,7 +49,7 @@ class VocabularyHead:
 
     def logits(self, hidden: Floats) -> Floats:
         """float32[rows, vocab_size] for float32[rows, hidden_size]."""
-        (logits,) = self._session.run([names.LOGITS], {names.HIDDEN: hidden})
+        (logits,) = self._sessions.score.run([names.LOGITS], {names.HIDDEN: hidden})
         return np.asarray(logits, np.float32)
 
     def _run(self, hidden: Floats, *, scores: bool) -> _Run:
@@ -60,7 +61,8 @@ class VocabularyHead:
                 self._logits = np.zeros((key[0], self._vocab_size), np.float32)
                 self._runs = {known: run for known, run in self._runs.items() if not known[1]}
             logits = self._logits[: key[0] if scores else 0]
-            self._runs[key] = _Run(self._session, key[0], self._hidden_size, logits, scores=scores)
+            session = self._sessions.score if scores else self._sessions.choose
+            self._runs[key] = _Run(session, key[0], self._hidden_size, logits, scores=scores)
         run = self._runs[key]
         if run.bound is not None:
             np.copyto(run.hidden.reshape(hidden.shape), hidden)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import onnxruntime as ort
 
 from mtp_engines.errors import BundleError
 from mtp_engines.kernels.library import path_of_kernels
+from mtp_engines.lowering.heads import HeadModels
 from mtp_engines.lowering.own_kernels import KERNELS
 from mtp_plugins.graph import IR_VERSION, OPSET
+
+
+class HeadSessions(NamedTuple):
+    """The sessions of a vocabulary head; see `mtp_engines.lowering.heads.HeadModels`."""
+
+    choose: ort.InferenceSession
+    score: ort.InferenceSession
+
+
+def open_head(models: HeadModels, opened: Callable[[ir.Model], ort.InferenceSession]) -> HeadSessions:
+    """Open one session, or two that read the same packed matrix."""
+    score = opened(models.score)
+    return HeadSessions(score if models.choose is models.score else opened(models.choose), score)
 
 
 @dataclass(frozen=True)
@@ -27,11 +41,11 @@ class Sessions:
     """
 
     backbone: ort.InferenceSession
-    head: ort.InferenceSession
+    head: HeadSessions
     commit: ort.InferenceSession | None
     commit_all: ort.InferenceSession | None
     mtp: tuple[ort.InferenceSession, ...]
-    draft_head: ort.InferenceSession | None
+    draft_head: HeadSessions | None
 
 
 PROVIDERS = ["CPUExecutionProvider"]

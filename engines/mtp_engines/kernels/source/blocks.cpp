@@ -52,7 +52,7 @@ __attribute__((always_inline)) inline void add_quarter(const __m256i* integers, 
 
 // `M` rows from `row` on times the 8 columns of `group`.
 template <int M>
-__attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, int row, int group, float* out) {
+__attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, int row, int group, const Output& out) {
     const int blocks = matrix.blocks;
     constexpr int record_bytes = kBlockBytes * kBlockGroup;
     const uint8_t* record = matrix.data + static_cast<size_t>(group) * blocks * record_bytes;
@@ -79,7 +79,7 @@ __attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, i
     }
     const int first = group * kBlockGroup;
     for (int m = 0; m < M; ++m)
-        store(sum[m], out + static_cast<size_t>(row + m) * matrix.outputs + first, matrix.outputs - first);
+        store(sum[m], out.at(row + m, first), matrix.outputs - first);
 }
 
 }  // namespace
@@ -108,7 +108,7 @@ void pack_blocks(const uint8_t* blocks, const float* scales, int first_group, in
     }
 }
 
-void multiply_blocks(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, float* out) {
+void multiply_blocks(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, const Output& out) {
     if (matrix.used == Instructions::vnni) return multiply_blocks_vnni(matrix, x, first_group, last_group, out);
     for (int group = first_group; group < last_group; ++group) {
         in_tiles<kTile>(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });

@@ -17,7 +17,7 @@ MTP_VNNI inline __m512i four_values(const int8_t* values) {
 
 // `M` rows from `row` on times the 16 columns of `group`.
 template <int M>
-MTP_VNNI __attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, int row, int group, float* out) {
+MTP_VNNI __attribute__((noinline)) void tile(const Matrix& matrix, const BlockInput& x, int row, int group, const Output& out) {
     constexpr int turns = M <= 4 ? 2 : 1;  // Sums take turns, since one would wait for itself.
     const int blocks = matrix.blocks;
     constexpr int record_bytes = kBlockBytes * kWideBlockGroup;
@@ -56,12 +56,12 @@ MTP_VNNI __attribute__((noinline)) void tile(const Matrix& matrix, const BlockIn
     const int first = group * kWideBlockGroup, left = matrix.outputs - first;
     const __mmask16 stored = static_cast<__mmask16>(left >= kWideBlockGroup ? 0xffff : (1 << left) - 1);
     for (int m = 0; m < M; ++m)
-        _mm512_mask_storeu_ps(out + static_cast<size_t>(row + m) * matrix.outputs + first, stored, sum[m]);
+        _mm512_mask_storeu_ps(out.at(row + m, first), stored, sum[m]);
 }
 
 }  // namespace
 
-void multiply_blocks_vnni(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, float* out) {
+void multiply_blocks_vnni(const Matrix& matrix, const BlockInput& x, int first_group, int last_group, const Output& out) {
     for (int group = first_group; group < last_group; ++group) {
         in_tiles<kWideTile>(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
     }

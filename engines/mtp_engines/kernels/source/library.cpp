@@ -94,7 +94,8 @@ namespace {
 
 // The domain that all sessions share, made once.
 struct Domain {
-    mtp::runtime::Operation operations[5] = {mtp::packed_product(), mtp::delta_rule(), mtp::delta_commit(),
+    mtp::runtime::Operation operations[6] = {mtp::packed_product(),    mtp::packed_choice(),
+                                             mtp::delta_rule(),        mtp::delta_commit(),
                                              mtp::short_convolution(), mtp::cached_attention()};
     void* domain = nullptr;
     bool failed;

@@ -17,6 +17,7 @@ using runtime::Operation;
 using runtime::Status;
 
 Operation packed_product();
+Operation packed_choice();
 Operation delta_rule();
 Operation delta_commit();
 Operation short_convolution();

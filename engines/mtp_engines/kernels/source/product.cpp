@@ -1,151 +1,135 @@
-// The operator `PackedProduct`: rows times each of several matrices that lie packed in memory.
+#include "product.h"
+
 #include <algorithm>
 #include <memory>
 #include <vector>
 
-#include "matrices.h"
-#include "operators.h"
-
 namespace mtp {
 namespace {
 
-// Weights that one task reads: enough to make its start cheap, few enough to share them out evenly.
-constexpr size_t kTaskBytes = 64 << 10;
 constexpr size_t kBytesAlone = 64 << 10;  // Weights that one thread multiplies with sooner than it wakes another.
 constexpr int kRowsAlone = 8;             // The same for rows that are turned and rounded.
 
-struct Kernel {
-    Api api;
-    std::vector<const Matrix*> matrices;
-    bool rounds_blocks = false, rounds_rows = false;
-    Instructions used = Instructions::avx2;
+}  // namespace
 
-    ~Kernel() {
-        for (const Matrix* matrix : matrices) matrix->arena->let_go();
-    }
-};
-
-// Buffers of the thread that calls; the pool's threads write and read rows of it while it waits.
-struct Scratch {
-    BlockInput blocks;
-    RotatedInput rotated;
-};
-
-// A run of groups of one matrix.
-struct Task {
-    const Matrix* matrix;
-    float* out;
-    int first, last;
-};
-
-struct Call {
-    const Kernel* kernel;
-    Scratch* scratch;
-    const float* x;
-    int rows, columns, run;
-    std::vector<Task>* tasks;
-
-    void set(int row) const {
-        const float* from = x + static_cast<size_t>(row) * columns;
-        if (kernel->rounds_blocks) scratch->blocks.set(row, from, columns);
-        if (kernel->rounds_rows) scratch->rotated.set(row, from, columns, run);
-    }
-    void multiply(const Task& task) const {
-        switch (task.matrix->kind) {
-            case Kind::blocks: return multiply_blocks(*task.matrix, scratch->blocks, task.first, task.last, task.out);
-            case Kind::rotated: return multiply_rotated(*task.matrix, scratch->rotated, task.first, task.last, task.out);
-            case Kind::whole: return multiply_whole(*task.matrix, x, rows, task.first, task.last, task.out);
-        }
-    }
-};
-
-Status* run(const Kernel& kernel, runtime::Context* context, Call& call, const std::vector<float*>& outputs) {
-    static thread_local Scratch scratch;
-    static thread_local std::vector<Task> tasks;
-    call.kernel = &kernel, call.scratch = &scratch, call.tasks = &tasks;
-    size_t bytes = 0;
-    tasks.clear();
-    for (size_t i = 0; i < outputs.size(); ++i) {
-        const Matrix& matrix = *kernel.matrices[i];
-        if (matrix.kind == Kind::blocks) scratch.blocks.resize(call.rows, matrix.blocks, kernel.used);
-        if (matrix.kind == Kind::rotated) {
-            scratch.rotated.resize(call.rows, (matrix.columns + 1) / 2 * 2, kernel.used);
-            call.run = matrix.run;
-        }
-        const int groups = group_count(matrix);
-        const int step = static_cast<int>(std::max<size_t>(1, kTaskBytes / group_bytes(matrix)));
-        for (int first = 0; first < groups; first += step)
-            tasks.push_back({&matrix, outputs[i], first, std::min(groups, first + step)});
-        bytes += groups * group_bytes(matrix);
-    }
-    if (call.rows <= kRowsAlone || !(kernel.rounds_blocks || kernel.rounds_rows)) {
-        for (int row = 0; row < call.rows; ++row) call.set(row);
-    } else {
-        const auto set = [](void* data, size_t row) { static_cast<Call*>(data)->set(static_cast<int>(row)); };
-        if (Status* status = in_parallel(kernel.api, context, set, call.rows, &call)) return status;
-    }
-    if (bytes * std::min(call.rows, kTile) <= kBytesAlone) {
-        for (const Task& task : tasks) call.multiply(task);
-        return nullptr;
-    }
-    const auto multiply = [](void* data, size_t task) {
-        const Call& given = *static_cast<Call*>(data);
-        given.multiply((*given.tasks)[task]);
-    };
-    return in_parallel(kernel.api, context, multiply, tasks.size(), &call);
+Matrices::~Matrices() {
+    for (const Matrix* matrix : all) matrix->arena->let_go();
 }
 
-Status* compute(void* state, runtime::Context* context) {
-    const Kernel& kernel = *static_cast<Kernel*>(state);
-    Tensors tensors(kernel.api, context);
-    const Tensor x = tensors.input(0);
-    if (tensors.status != nullptr) return tensors.status;
-    const int columns = kernel.matrices[0]->columns;
-    if (x.axes == 0 || x.sizes[x.axes - 1] != columns)
-        return kernel.api.error("The rows have another width than the matrix.");
-    std::vector<float*> outputs;
-    for (size_t i = 0; i < kernel.matrices.size(); ++i) {
-        Tensor shape = x;
-        shape.sizes[x.axes - 1] = kernel.matrices[i]->outputs;
-        outputs.push_back(tensors.output(i, shape).floats());
-    }
-    if (tensors.status != nullptr) return tensors.status;
-    Call call{};
-    call.rows = 1, call.columns = columns;
-    for (size_t axis = 0; axis + 1 < x.axes; ++axis) call.rows *= static_cast<int>(x.sizes[axis]);
-    if (call.rows == 0) return nullptr;
-    call.x = x.floats();
-    return run(kernel, context, call, outputs);
-}
-
-Status* make(const Api& api, const runtime::Info* info, void** state) {
+Status* Matrices::load(const runtime::Info* info) {
     size_t count = 0;
     if (Status* status = api.attributes(info, "matrices", nullptr, &count)) return status;
     std::vector<int64_t> addresses(count);
     if (Status* status = api.attributes(info, "matrices", addresses.data(), &count)) return status;
-    auto kernel = std::make_unique<Kernel>(Kernel{api, {}});
+    all.reserve(count);
     for (const int64_t address : addresses) {
         const Matrix* matrix = held_matrix(address);
         if (matrix == nullptr) return api.error("There is no packed matrix.");
-        kernel->matrices.push_back(matrix);
-        if (matrix->columns != kernel->matrices[0]->columns) return api.error("The matrices have different widths.");
-        if (matrix->used != kernel->matrices[0]->used) return api.error("The matrices are packed differently.");
-        kernel->used = matrix->used;
-        kernel->rounds_blocks |= matrix->kind == Kind::blocks;
-        kernel->rounds_rows |= matrix->kind == Kind::rotated;
+        all.push_back(matrix);
+        if (matrix->columns != columns()) return api.error("The matrices have different widths.");
+        if (matrix->used != all[0]->used) return api.error("The matrices are packed differently.");
+        used = matrix->used;
+        rounds_blocks |= matrix->kind == Kind::blocks;
+        rounds_rows |= matrix->kind == Kind::rotated;
     }
-    if (kernel->matrices.empty()) return api.error("There is no packed matrix.");
-    *state = kernel.release();
+    return all.empty() ? api.error("There is no packed matrix.") : nullptr;
+}
+
+Status* count_rows(const Matrices& matrices, const Tensor& x, int* count) {
+    if (x.axes == 0 || x.sizes[x.axes - 1] != matrices.columns())
+        return matrices.api.error("The rows have another width than the matrix.");
+    *count = 1;
+    for (size_t axis = 0; axis + 1 < x.axes; ++axis) *count *= static_cast<int>(x.sizes[axis]);
     return nullptr;
 }
 
-Status* create(const Operation*, const void* table, const runtime::Info* info, void** state) {
-    const Api api(table);
-    try {
-        return make(api, info, state);
-    } catch (const std::bad_alloc&) {
-        return api.error(kNoMemory);
+int groups_of_task(const Matrix& matrix) {
+    return static_cast<int>(std::max<size_t>(1, kTaskBytes / group_bytes(matrix)));
+}
+
+Status* Rows::set(const Matrices& matrices, runtime::Context* context, const Tensor& x) {
+    values = x.floats(), columns = matrices.columns();
+    if (Status* status = count_rows(matrices, x, &count)) return status;
+    for (const Matrix* matrix : matrices.all) {
+        if (matrix->kind == Kind::blocks) blocks.resize(count, matrix->blocks, matrices.used);
+        if (matrix->kind == Kind::rotated) {
+            rotated.resize(count, (columns + 1) / 2 * 2, matrices.used);
+            run = matrix->run;
+        }
     }
+    struct Call {
+        Rows* rows;
+        bool blocks, rotated;
+    } call{this, matrices.rounds_blocks, matrices.rounds_rows};
+    const auto set = [](void* data, size_t row) {
+        const Call& call = *static_cast<Call*>(data);
+        const float* from = call.rows->values + row * call.rows->columns;
+        const int number = static_cast<int>(row);
+        if (call.blocks) call.rows->blocks.set(number, from, call.rows->columns);
+        if (call.rotated) call.rows->rotated.set(number, from, call.rows->columns, call.rows->run);
+    };
+    if (count > kRowsAlone && (call.blocks || call.rotated))
+        return in_parallel(matrices.api, context, set, count, &call);
+    for (int row = 0; row < count; ++row) set(&call, row);
+    return nullptr;
+}
+
+void Rows::multiply(const Matrix& matrix, int first_group, int last_group, const Output& out) const {
+    switch (matrix.kind) {
+        case Kind::blocks: return multiply_blocks(matrix, blocks, first_group, last_group, out);
+        case Kind::rotated: return multiply_rotated(matrix, rotated, first_group, last_group, out);
+        case Kind::whole: return multiply_whole(matrix, values, count, first_group, last_group, out);
+    }
+}
+
+namespace {
+
+// A run of groups of one matrix.
+struct Task {
+    const Matrix* matrix;
+    Output out;
+    int first, last;
+};
+
+struct Call {
+    const Rows* rows;
+    const std::vector<Task>* tasks;
+
+    void run(size_t task) const {
+        const Task& given = (*tasks)[task];
+        rows->multiply(*given.matrix, given.first, given.last, given.out);
+    }
+};
+
+Status* compute(void* state, runtime::Context* context) {
+    const Matrices& kernel = *static_cast<Matrices*>(state);
+    static thread_local Rows rows;
+    static thread_local std::vector<Task> tasks;
+    Tensors tensors(kernel.api, context);
+    const Tensor x = tensors.input(0);
+    if (tensors.status == nullptr) tensors.status = count_rows(kernel, x, &rows.count);
+    if (tensors.status != nullptr) return tensors.status;
+    size_t bytes = 0;
+    tasks.clear();
+    for (size_t i = 0; i < kernel.all.size(); ++i) {
+        const Matrix& matrix = *kernel.all[i];
+        Tensor shape = x;
+        shape.sizes[x.axes - 1] = matrix.outputs;
+        const Output out{tensors.output(i, shape).floats(), static_cast<size_t>(matrix.outputs), 0};
+        const int groups = group_count(matrix), step = groups_of_task(matrix);
+        for (int first = 0; first < groups; first += step)
+            tasks.push_back({&matrix, out, first, std::min(groups, first + step)});
+        bytes += groups * group_bytes(matrix);
+    }
+    if (tensors.status != nullptr || rows.count == 0) return tensors.status;
+    if (Status* status = rows.set(kernel, context, x)) return status;
+    Call call{&rows, &tasks};
+    if (bytes * std::min(rows.count, kTile) <= kBytesAlone) {
+        for (size_t task = 0; task < tasks.size(); ++task) call.run(task);
+        return nullptr;
+    }
+    const auto multiply = [](void* data, size_t task) { static_cast<Call*>(data)->run(task); };
+    return in_parallel(kernel.api, context, multiply, tasks.size(), &call);
 }
 
 }  // namespace
@@ -155,9 +139,9 @@ Operation packed_product() {
     Operation operation = operation_of<1, 1>();
     operation.name = [](const Operation*) { return "PackedProduct"; };
     operation.output_kind = [](const Operation*, size_t) { return several; };
-    operation.create = create;
+    operation.create = create_with_matrices<Matrices>;
     operation.compute = without_exceptions<compute>;
-    operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
+    operation.destroy = [](void* state) { delete static_cast<Matrices*>(state); };
     return operation;
 }
 

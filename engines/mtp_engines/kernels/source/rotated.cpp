@@ -21,7 +21,7 @@ void store(__m256 values, float* out, int count) {
 
 // `M` rows from `row` on times the 16 columns of `group`.
 template <int M>
-__attribute__((noinline)) void tile(const Matrix& matrix, const RotatedInput& x, int row, int group, float* out) {
+__attribute__((noinline)) void tile(const Matrix& matrix, const RotatedInput& x, int row, int group, const Output& out) {
     const int pairs = x.columns / 2;
     const __m128i* data = reinterpret_cast<const __m128i*>(matrix.data) + static_cast<size_t>(group) * pairs * 2;
     const int16_t* values = x.values.data() + static_cast<size_t>(row) * x.columns;
@@ -43,7 +43,7 @@ __attribute__((noinline)) void tile(const Matrix& matrix, const RotatedInput& x,
     const __m256 low = _mm256_loadu_ps(matrix.scales + column), high = _mm256_loadu_ps(matrix.scales + column + 8);
     for (int m = 0; m < M; ++m) {
         const __m256 scale = _mm256_set1_ps(x.scales[row + m]);
-        float* to = out + static_cast<size_t>(row + m) * matrix.outputs + column;
+        float* to = out.at(row + m, column);
         store(_mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(lower[m]), scale), low), to, matrix.outputs - column);
         store(_mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(upper[m]), scale), high), to + 8,
               matrix.outputs - column - 8);
@@ -72,7 +72,7 @@ void pack_rotated(const uint8_t* values, const float* scales, bool by_rows, int 
     }
 }
 
-void multiply_rotated(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, float* out) {
+void multiply_rotated(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, const Output& out) {
     if (matrix.used == Instructions::vnni) return multiply_rotated_vnni(matrix, x, first_group, last_group, out);
     for (int group = first_group; group < last_group; ++group) {
         in_tiles<kTile>(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });

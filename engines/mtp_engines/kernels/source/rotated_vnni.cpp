@@ -17,7 +17,7 @@ MTP_VNNI inline __m512i two_values(const int16_t* values) {
 
 // `M` rows from `row` on times the 16 columns of `group`.
 template <int M>
-MTP_VNNI __attribute__((noinline)) void tile(const Matrix& matrix, const RotatedInput& x, int row, int group, float* out) {
+MTP_VNNI __attribute__((noinline)) void tile(const Matrix& matrix, const RotatedInput& x, int row, int group, const Output& out) {
     constexpr int turns = M == 1 ? 4 : M <= 3 ? 2 : 1;  // Several sums take turns, since one would wait for itself.
     const int pairs = x.columns / 2;
     const __m256i* data = reinterpret_cast<const __m256i*>(matrix.data) + static_cast<size_t>(group) * pairs;
@@ -46,14 +46,14 @@ MTP_VNNI __attribute__((noinline)) void tile(const Matrix& matrix, const Rotated
         __m512i sum = sums[0][m];
         for (int turn = 1; turn < turns; ++turn) sum = _mm512_add_epi32(sum, sums[turn][m]);
         const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x.scales[row + m]));
-        float* to = out + static_cast<size_t>(row + m) * matrix.outputs + column;
+        float* to = out.at(row + m, column);
         _mm512_mask_storeu_ps(to, stored, _mm512_mul_ps(scaled, matrix_scales));
     }
 }
 
 }  // namespace
 
-void multiply_rotated_vnni(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, float* out) {
+void multiply_rotated_vnni(const Matrix& matrix, const RotatedInput& x, int first_group, int last_group, const Output& out) {
     for (int group = first_group; group < last_group; ++group) {
         in_tiles<kWideTile>(x.rows, [&](auto count, int row) { tile<decltype(count)::value>(matrix, x, row, group, out); });
     }

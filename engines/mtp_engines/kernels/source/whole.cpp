@@ -13,7 +13,7 @@ constexpr int kSums = 4;
 
 // `M` rows times the 8 columns of a group: four sums take turns, since one would wait for itself.
 template <int M>
-__attribute__((noinline)) void tile(const Matrix& matrix, const float* x, int row, int group, float* out) {
+__attribute__((noinline)) void tile(const Matrix& matrix, const float* x, int row, int group, const Output& out) {
     const int columns = matrix.columns;
     const float* data = reinterpret_cast<const float*>(matrix.data) + static_cast<size_t>(group) * columns * kWholeGroup;
     __m256 sums[M][kSums];
@@ -35,7 +35,7 @@ __attribute__((noinline)) void tile(const Matrix& matrix, const float* x, int ro
         alignas(32) float all[kWholeGroup];
         const __m256 total = _mm256_add_ps(_mm256_add_ps(sums[m][0], sums[m][1]), _mm256_add_ps(sums[m][2], sums[m][3]));
         _mm256_store_ps(all, total);
-        std::memcpy(out + static_cast<size_t>(row + m) * matrix.outputs + first, all, count * sizeof(float));
+        std::memcpy(out.at(row + m, first), all, count * sizeof(float));
     }
 }
 
@@ -53,7 +53,8 @@ void pack_whole(const float* values, int first_group, int last_group, Matrix& ma
     }
 }
 
-void multiply_whole(const Matrix& matrix, const float* x, int rows, int first_group, int last_group, float* out) {
+void multiply_whole(const Matrix& matrix, const float* x, int rows, int first_group, int last_group,
+                    const Output& out) {
     for (int group = first_group; group < last_group; ++group) {
         int row = 0;
         for (; row + 2 <= rows; row += 2) tile<2>(matrix, x, row, group, out);
