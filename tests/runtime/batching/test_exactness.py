@@ -29,7 +29,6 @@ from tests.runtime.batching.parts import (
     is_exact,
     mixed,
     request,
-    said,
     scheduler,
     staggered,
     told_in,
@@ -67,7 +66,7 @@ def test_mixed_requests_say_together_what_they_say_alone(name: str, prefix_bytes
         finished = ticket.results()
         reasons |= {end.finish_reason for end in finished}
         accepted += sum(end.stats.accepted for end in finished)
-        assert [said(end) for end in finished] == alone(model, one), one
+        assert told_in(ticket) == alone(model, one), one
         if name == "torch":
             whole = [end.token_ids for end in model.complete_all(one)]
             assert [end.token_ids for end in finished] == whole, "a backend's own cycles say the same"

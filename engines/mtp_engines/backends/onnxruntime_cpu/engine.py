@@ -22,6 +22,7 @@ from mtp_engines.lowering.heads import head_models, without_head
 from mtp_engines.lowering.last_row import only_last_row
 from mtp_engines.lowering.onnxruntime_cpu import lower
 from mtp_engines.lowering.own_kernels import commit_model as own_commit_model
+from mtp_engines.lowering.pending import defer_commits
 
 
 class CpuEngine:
@@ -77,7 +78,7 @@ class CpuEngine:
             own = mtp[:1] if spec.mtp and spec.mtp.own_head else ()
             own_heads = [open_head(head_models(load_graph(path), packed), session) for path in own]
             self.sessions = Sessions(
-                backbone=session(lowered(without_head(load_graph(backbone)))),
+                backbone=session(defer_commits(lowered(without_head(load_graph(backbone))))),
                 head=head,
                 commit=session(commits[0]) if commits else None,
                 commit_all=session(commits[1]) if len(commits) > 1 else None,

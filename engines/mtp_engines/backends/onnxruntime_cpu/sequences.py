@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
 from mtp_engines.backends.onnxruntime_cpu.depths import draft_head
 from mtp_engines.backends.onnxruntime_cpu.head import VocabularyHead
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import Arrays, Scratch, TargetState, copies
+from mtp_engines.backends.onnxruntime_cpu.steps import Pending, Staged, Step
 from mtp_engines.checks import check_choose, check_draft, check_rows
-from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import ModelSpec
 from mtp_engines.engine import Choose, Floats, Ids, Saved, Verified
 from mtp_engines.errors import ContractError, EngineBusyError, NumericsError
-from mtp_engines.lowering.factors import FACTOR_ROWS
+
+_SURE = 2
+"""Runs in a row that were kept whole, behind which the next one is taken to be: it writes the states after all rows."""
 
 
 class _Memory:
@@ -32,9 +33,11 @@ class _Memory:
         self.lengths: Ids = np.zeros(batch, np.int64)
         self.head = VocabularyHead(sessions.head, spec.hidden_size)
         self.mtp = draft_head(sessions, spec, limits, batch, self.head) if sessions.mtp else None
-        self.scratch = Scratch(spec, batch * (limits.max_draft_tokens + 1))
+        most = limits.max_draft_tokens + 1
+        self.sides = (Scratch(spec, batch * most), Scratch(spec, most))
         self.lock = threading.Lock()
-        self.staged: _Step | None = None
+        self.staged: Staged | None = None
+        self.pending: Pending | None = None
 
 
 class CpuSequences:
@@ -54,7 +57,8 @@ class CpuSequences:
         self._memory = memory = memory or _Memory(spec, limits, sessions, batch)
         self._start, stop = start, start + batch
         self._state = memory.state.window(start, stop)
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, Step] = {}
+        self._kept_whole = 0
         self._windows: dict[tuple[int, int], CpuSequences] = {}
         self._head = memory.head
         self._mtp = memory.mtp and memory.mtp.window(start, stop)
@@ -72,7 +76,8 @@ class CpuSequences:
             np.copyto(step.tokens, tokens)
             step.positions[:] = self.lengths[:, None] + np.arange(rows)
             step.past_length[:] = self.lengths
-            step.run(self._state.committed())
+            keeps = not step.defers or rows == 1 or self._kept_whole >= _SURE
+            staged = step.run(self._waiting(), keeps=keeps)
             scored, hidden = None, step.hidden[:, rows - logit_rows :]
             if logits:
                 ids, finite, scored = self._head.score(hidden)
@@ -85,27 +90,59 @@ class CpuSequences:
                     f"The target produced a value that is not a number at position {position} of sequence "
                     f"{sequence}. Check the checkpoint's weights for NaN or infinity and build it again."
                 )
-            self._memory.staged = step
+            self._memory.staged = staged
             return Verified(ids, step.tap, scored)
 
     def commit(self, rows: Ids) -> None:
         """Keep the first rows[b] staged rows of each sequence and drop the others."""
         with self._exclusive():
-            step = self._memory.staged
-            if step is None or step is not self._steps.get(step.rows):
+            staged = self._memory.staged
+            if staged is None or staged.step is not self._steps.get(staged.step.rows):
                 raise ContractError("commit was called with nothing staged; call verify first.")
-            kept = np.asarray(rows)
+            kept, step = np.asarray(rows), staged.step
             if kept.dtype.kind not in "iu" or kept.shape != (self._batch,) or kept.min() < 0 or kept.max() > step.rows:
                 raise ContractError(
                     f"commit got rows {kept.tolist()}, expected {self._batch} counts of 0..{step.rows}."
                 )
             self._memory.staged = None
             if kept.max() > 0:
-                # The other half holds the state after all rows; where some are dropped, it is made again.
-                if kept.min() < step.rows and self._sessions.commit is not None:
-                    step.replay(kept, self._state.committed())
-                self._state.swap()
+                self._keep(staged, kept)
                 self.lengths += kept
+
+    def _keep(self, staged: Staged, kept: Ids) -> None:
+        """Make states of the kept rows, or leave them to the next run."""
+        step, memory = staged.step, self._memory
+        whole = int(kept.min()) == step.rows
+        self._kept_whole = self._kept_whole + 1 if whole else 0
+        if staged.keeps and (whole or self._sessions.commit is None):
+            memory.pending = None
+            self._state.swap()
+        elif step.defers:
+            if staged.keeps:
+                # What it wrote is of no use, and neither half has the rows that were pending.
+                self._settle()
+            elif memory.pending is not None:
+                self._state.swap()
+            memory.pending = Pending(step, staged.side, kept.astype(np.int64))
+        else:
+            step.replay(kept, staged.side)
+            self._state.swap()
+
+    def _waiting(self) -> Pending | None:
+        """Rows that wait for a run of these sequences; those of other ones are settled."""
+        found = self._memory.pending
+        if found is not None and found.step is not self._steps.get(found.step.rows):
+            self._settle()
+        return self._memory.pending
+
+    def _settle(self) -> None:
+        """Bring the states up to date that lack committed rows; what was staged is gone then."""
+        found = self._memory.pending
+        if found is not None:
+            self._memory.staged = None
+            found.step.replay(found.kept, found.side)
+            found.step.state.swap()
+            self._memory.pending = None
 
     def draft(self, tokens: Ids, hidden: Floats, rows: Ids, draft_tokens: int, *, choose: Choose | None = None) -> Ids:
         """Let the head consume committed rows and propose tokens."""
@@ -123,11 +160,22 @@ class CpuSequences:
 
     def snapshot(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the committed state of one sequence."""
-        return copies(self._view(sequence, 0))
+        with self._exclusive():
+            found = self._memory.pending
+            if found is None or self._memory.staged is not None:
+                self._settle()
+                return copies(self._view(sequence, 0))
+            # Looking changes nothing: rows that wait go on doing so.
+            found.step.replay(found.kept, found.side)
+            found.step.state.swap()
+            states = copies(self._view(sequence, 0))
+            found.step.state.swap()
+            return states
 
     def reset(self) -> None:
         """Forget everything."""
         with self._exclusive():
+            self._settle()
             self._memory.staged = None
             self.lengths[:] = 0
             self._state.reset()
@@ -153,11 +201,13 @@ class CpuSequences:
             length = int(self.lengths[sequence])
             if not 0 <= since <= length:
                 raise ContractError(f"save got rows from {since} on, but {length} are committed.")
+            self._settle()
             return Saved(since, length, copies(self._view(sequence, since)))
 
     def restore(self, sequence: int, parts: Iterable[Saved]) -> None:
         """Put saved parts in the place of one sequence's state."""
         with self._exclusive():
+            self._settle()
             self._memory.staged = None
             length = 0
             for part in parts:
@@ -172,6 +222,7 @@ class CpuSequences:
     def copy(self, source: int, target: int, since: int = 0) -> None:
         """Make one sequence the same as another, but for the heads."""
         with self._exclusive():
+            self._settle()
             self._memory.staged = None
             self._put(target, self._view(source, since), int(self.lengths[source]))
 
@@ -188,9 +239,9 @@ class CpuSequences:
             rows[:, length - arrays[name].shape[1] :] = arrays[name]
         self.lengths[sequence] = length
 
-    def _step(self, rows: int) -> _Step:
+    def _step(self, rows: int) -> Step:
         if rows not in self._steps:
-            self._steps[rows] = _Step(self._spec, self._limits, self._sessions, self._state, rows, self._memory.scratch)
+            self._steps[rows] = Step(self._spec, self._limits, self._sessions, self._state, rows, self._memory.sides)
         return self._steps[rows]
 
     @contextmanager
@@ -202,73 +253,3 @@ class CpuSequences:
             yield
         finally:
             lock.release()
-
-
-class _Step:
-    """Buffers and bindings of a target run over a fixed number of rows."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        limits: Limits,
-        sessions: Sessions,
-        state: TargetState,
-        rows: int,
-        scratch: Scratch,
-    ) -> None:
-        batch = state.batch
-        self.rows = rows
-        self.tokens = np.zeros((batch, rows), np.int64)
-        self.positions = np.zeros((batch, rows), np.int64)
-        self.past_length = np.zeros(batch, np.int64)
-        self.hidden = np.zeros((batch, rows, spec.hidden_size), np.float32)
-        self.tap = np.zeros((batch, rows, spec.tap_width), np.float32) if spec.mtp and spec.mtp.taps else self.hidden
-        # A prefill chunk of one sequence is always kept whole; factors of so many rows would cost memory.
-        self._replayable = rows <= limits.max_draft_tokens + 1 or batch > 1
-        self._factors = scratch.factors(batch, rows) if self._replayable else {}
-        self._factor_rows = np.array([rows if self._replayable else 0], np.int64)
-        self._sessions, self._state = sessions, state
-        self._bound: dict[int, Bound] = {}
-        self._replays: dict[tuple[int, int], tuple[Bound, Ids]] = {}
-
-    def run(self, half: int) -> None:
-        """Run the backbone with `half` of the states committed."""
-        if half not in self._bound:
-            inputs = {
-                names.INPUT_IDS: self.tokens,
-                names.POSITION_IDS: self.positions,
-                names.PAST_LENGTH: self.past_length,
-                FACTOR_ROWS: self._factor_rows,
-                **self._state.past(half),
-            }
-            outputs = {names.HIDDEN: self.hidden, **self._state.present(half), **self._factors}
-            if self.tap is not self.hidden:
-                outputs[names.TAP] = self.tap
-            known = {value.name for value in self._sessions.backbone.get_inputs()}
-            inputs = {name: array for name, array in inputs.items() if name in known}
-            self._bound[half] = Bound(self._sessions.backbone, inputs, outputs)
-        self._bound[half].run()
-
-    def replay(self, kept: Ids, half: int) -> None:
-        """Repeat the kept rows on the states in `half` and write the result to the other half."""
-        if not self._replayable:
-            raise ContractError(
-                f"Only {kept.tolist()} of {self.rows} rows were to be kept, but one sequence's run of more rows than "
-                "the bundle's largest draft and one is kept whole."
-            )
-        is_alone = len(kept) == 1 and self._sessions.commit_all is not None
-        width = int(kept[0]) if is_alone else self.rows
-        if (width, half) not in self._replays:
-            session = self._sessions.commit_all if is_alone else self._sessions.commit
-            assert session is not None
-            accepted = np.zeros_like(kept)
-            inputs: dict[str, AnyArray] = {} if is_alone else {names.ACCEPTED_ROWS: accepted}
-            inputs |= {name: array[:, :width] for name, array in self._factors.items()}
-            outputs: dict[str, AnyArray] = {}
-            for layer in self._state.recurrent:
-                inputs |= self._state.past_of(layer, half)
-                outputs |= self._state.present_of(layer, 1 - half)
-            self._replays[width, half] = (Bound(session, inputs, outputs), accepted)
-        bound, accepted = self._replays[width, half]
-        accepted[:] = kept
-        bound.run()

@@ -12,7 +12,6 @@ from mtp_engines.contracts import names
 from mtp_engines.contracts.manifest import Limits
 from mtp_engines.contracts.model import AttentionSpec, CachedMixer, ModelSpec
 from mtp_engines.lowering.caches import cache_shape
-from mtp_engines.lowering.factors import packed
 
 Arrays = dict[str, AnyArray]
 
@@ -171,17 +170,17 @@ class Scratch:
 
     def __init__(self, spec: ModelSpec, most_rows: int) -> None:
         """Room for `most_rows` rows, those of all sequences together."""
-        self._widths = {packed(index): sum(mixer.factor_widths.values()) for index, mixer in spec.delta_layers()}
+        self._widths = {index: sum(mixer.factor_widths.values()) for index, mixer in spec.delta_layers()}
         self._most = most_rows
-        self._flat = {name: zeros(most_rows * width) for name, width in self._widths.items()}
+        self._flat = {layer: zeros(most_rows * width) for layer, width in self._widths.items()}
 
-    def factors(self, batch: int, rows: int) -> Arrays:
-        """Arrays [batch, rows, width] by name; of their own where the shared memory is too small."""
+    def factors(self, batch: int, rows: int) -> dict[int, AnyArray]:
+        """Arrays [batch, rows, width] by layer; of their own where the shared memory is too small."""
         if batch * rows > self._most:
-            return {name: zeros(batch, rows, width) for name, width in self._widths.items()}
+            return {layer: zeros(batch, rows, width) for layer, width in self._widths.items()}
         return {
-            name: self._flat[name][: batch * rows * width].reshape(batch, rows, width)
-            for name, width in self._widths.items()
+            layer: self._flat[layer][: batch * rows * width].reshape(batch, rows, width)
+            for layer, width in self._widths.items()
         }
 
 

@@ -21,13 +21,22 @@ struct Convolution {
     const float *x, *weight, *past;
     float *output, *present;
     int sequences, rows, channels, taps;
+    // Rows that come between the past and these, [sequences, most, width], of which a sequence keeps the first ones.
+    const float* pending = nullptr;
+    const int64_t* counts = nullptr;
+    int most = 0, width = 0;
+    bool keeps_rows = true;
 
     int parts() const { return (channels + kTaskChannels - 1) / kTaskChannels; }
 
-    // Row `row` of a sequence, which for negative ones stands in the past.
+    int count(int sequence) const { return counts == nullptr ? 0 : static_cast<int>(counts[sequence]); }
+
+    // Row `row` of a sequence, which for negative ones stands among those before, and before these in the past.
     const float* at(int sequence, int row) const {
-        return row >= 0 ? x + (static_cast<size_t>(sequence) * rows + row) * channels
-                        : past + (static_cast<size_t>(sequence) * (taps - 1) + taps - 1 + row) * channels;
+        if (row >= 0) return x + (static_cast<size_t>(sequence) * rows + row) * channels;
+        row += count(sequence);
+        if (row >= 0) return pending + (static_cast<size_t>(sequence) * most + row) * width;
+        return past + (static_cast<size_t>(sequence) * (taps - 1) + taps - 1 + row) * channels;
     }
 };
 
@@ -72,6 +81,8 @@ void run_task(void* data, size_t task) {
     if (channel < last) convolve(c, place / c.rows, place % c.rows, channel, Lanes(last - channel));
 }
 
+// With `deferred` the inputs end as those of a deferred delta rule do; rows begin with what the convolution reads.
+template <bool deferred>
 Status* compute(void* state, runtime::Context* context) {
     const Kernel& kernel = *static_cast<Kernel*>(state);
     Tensors tensors(kernel.api, context);
@@ -84,10 +95,22 @@ Status* compute(void* state, runtime::Context* context) {
     const bool fits = x.axes == 3 && weight.is({c.taps, c.channels}) && past.is({x.sizes[0], c.taps - 1, c.channels});
     if (!fits || c.taps < 1)
         return kernel.api.error("ShortConvolution got tensors that do not fit together.");
+    if constexpr (deferred) {
+        const Tensor pending = tensors.input(3), counts = tensors.input(4), keeps = tensors.input(5);
+        if (tensors.status != nullptr) return tensors.status;
+        const int64_t most = pending.sizes[1], *given = counts.integers();
+        const bool known = pending.axes == 3 && pending.is({c.sequences, most, pending.sizes[2]}) &&
+                           pending.sizes[2] >= c.channels && counts.is({c.sequences}) && keeps.is({1});
+        if (!known || std::any_of(given, given + c.sequences, [&](int64_t n) { return n < 0 || n > most; }))
+            return kernel.api.error("ShortConvolution got rows before its own that do not fit.");
+        c.pending = pending.floats(), c.counts = given, c.most = static_cast<int>(most);
+        c.width = static_cast<int>(pending.sizes[2]), c.keeps_rows = keeps.integers()[0] != 0;
+    }
+    const int kept = c.keeps_rows ? c.rows : 0;
     for (int sequence = 0; sequence < c.sequences; ++sequence)
         for (int tap = 0; tap + 1 < c.taps; ++tap)
             std::memcpy(c.present + (static_cast<size_t>(sequence) * (c.taps - 1) + tap) * c.channels,
-                        c.at(sequence, c.rows + tap + 1 - c.taps), c.channels * sizeof(float));
+                        c.at(sequence, kept + tap + 1 - c.taps), c.channels * sizeof(float));
     const size_t tasks = static_cast<size_t>(c.sequences) * c.rows * c.parts();
     if (static_cast<size_t>(c.sequences) * c.rows * c.channels > kAlone)
         return in_parallel(kernel.api, context, run_task, tasks, &c);
@@ -95,17 +118,31 @@ Status* compute(void* state, runtime::Context* context) {
     return nullptr;
 }
 
+Status* create(const Operation*, const void* table, const runtime::Info*, void** state) {
+    *state = new Kernel{Api(table)};
+    return nullptr;
+}
+
+void destroy(void* state) { delete static_cast<Kernel*>(state); }
+
 }  // namespace
 
 Operation short_convolution() {
     Operation operation = operation_of<3, 2>();
     operation.name = [](const Operation*) { return "ShortConvolution"; };
-    operation.create = [](const Operation*, const void* table, const runtime::Info*, void** state) -> Status* {
-        *state = new Kernel{Api(table)};
-        return nullptr;
-    };
-    operation.compute = without_exceptions<compute>;
-    operation.destroy = [](void* state) { delete static_cast<Kernel*>(state); };
+    operation.create = create;
+    operation.compute = without_exceptions<compute<false>>;
+    operation.destroy = destroy;
+    return operation;
+}
+
+Operation deferred_short_convolution() {
+    Operation operation = operation_of<6, 2>();
+    operation.name = [](const Operation*) { return "DeferredShortConvolution"; };
+    operation.input_type = [](const Operation*, size_t index) { return index >= 4 ? runtime::kInt64 : runtime::kFloat; };
+    operation.create = create;
+    operation.compute = without_exceptions<compute<true>>;
+    operation.destroy = destroy;
     return operation;
 }
 

@@ -102,26 +102,32 @@ void one_row(float* block, const DeltaRow& row, int key_dim, int first, int coun
     std::memcpy(row.output + first, all, count * sizeof(float));
 }
 
-}  // namespace
-
-void delta_rows(const float* past, float* present, int key_dim, int value_dim, int rows, RowOf row_of,
-                const void* data) {
-    static thread_local Aligned scratch;
-    const int blocks = (value_dim + kWide - 1) / kWide;
-    float* all = scratch.at_least(static_cast<size_t>(key_dim) * kWide * blocks);
-    read(past, key_dim, value_dim, blocks, all);
+void pass_over(float* all, int key_dim, int value_dim, int blocks, const DeltaRun& run) {
     for (int number = 0; number < blocks; ++number) {
         float* block = all + static_cast<size_t>(number) * key_dim * kWide;
         const int first = number * kWide, count = std::min(kWide, value_dim - first);
-        for (int place = 0; place < rows; ++place) {
-            const DeltaRow row = row_of(data, place);
+        for (int place = 0; place < run.count; ++place) {
+            const DeltaRow row = run.row_of(run.data, place);
             if (row.output != nullptr)
                 one_row<true>(block, row, key_dim, first, count);
             else
                 one_row<false>(block, row, key_dim, first, count);
         }
     }
-    write(all, key_dim, value_dim, blocks, present);
+}
+
+}  // namespace
+
+void delta_rows(const float* past, float* present, int key_dim, int value_dim, const DeltaRun& first,
+                const DeltaRun& second, bool keeps_second) {
+    static thread_local Aligned scratch;
+    const int blocks = (value_dim + kWide - 1) / kWide;
+    float* all = scratch.at_least(static_cast<size_t>(key_dim) * kWide * blocks);
+    read(past, key_dim, value_dim, blocks, all);
+    pass_over(all, key_dim, value_dim, blocks, first);
+    if (present != nullptr && !keeps_second) write(all, key_dim, value_dim, blocks, present);
+    pass_over(all, key_dim, value_dim, blocks, second);
+    if (present != nullptr && keeps_second) write(all, key_dim, value_dim, blocks, present);
     _mm_sfence();
 }
 

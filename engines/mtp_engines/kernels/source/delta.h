@@ -16,12 +16,20 @@ struct DeltaRow {
 // A function of the number of a row.
 using RowOf = DeltaRow (*)(const void* data, int row);
 
-// S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q, for every row.
+// Rows of one source after each other.
+struct DeltaRun {
+    int count;
+    RowOf row_of;
+    const void* data;
+};
+
+// S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q, for every row of `first`, then of `second`.
 //
-// `past` and `present` are float32[key_dim, value_dim] and do not overlap. Value columns do not meet each other, and a
-// row's arithmetic is the same whatever rows follow and whether its output is wanted.
-void delta_rows(const float* past, float* present, int key_dim, int value_dim, int rows, RowOf row_of,
-                const void* data);
+// `past` and `present` are float32[key_dim, value_dim] and do not overlap; `present` gets the state after all rows, or
+// after those of `first`, or is nullptr. Value columns do not meet each other, and a row's arithmetic is the same
+// whatever rows follow, where they come from, and whether its output is wanted.
+void delta_rows(const float* past, float* present, int key_dim, int value_dim, const DeltaRun& first,
+                const DeltaRun& second, bool keeps_second);
 
 // x / sqrt(sum(x^2) + 1e-6), times `factor`.
 void unit_row(const float* x, int dim, float factor, float* out);

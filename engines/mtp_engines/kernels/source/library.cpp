@@ -94,9 +94,10 @@ namespace {
 
 // The domain that all sessions share, made once.
 struct Domain {
-    mtp::runtime::Operation operations[6] = {mtp::packed_product(),    mtp::packed_choice(),
-                                             mtp::delta_rule(),        mtp::delta_commit(),
-                                             mtp::short_convolution(), mtp::cached_attention()};
+    mtp::runtime::Operation operations[8] = {
+        mtp::packed_product(),    mtp::packed_choice(),
+        mtp::delta_rule(),        mtp::deferred_delta_rule(),        mtp::delta_commit(),
+        mtp::short_convolution(), mtp::deferred_short_convolution(), mtp::cached_attention()};
     void* domain = nullptr;
     bool failed;
 

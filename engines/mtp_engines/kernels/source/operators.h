@@ -19,8 +19,10 @@ using runtime::Status;
 Operation packed_product();
 Operation packed_choice();
 Operation delta_rule();
+Operation deferred_delta_rule();
 Operation delta_commit();
 Operation short_convolution();
+Operation deferred_short_convolution();
 Operation cached_attention();
 
 constexpr size_t kMostAxes = 8;
