@@ -61,12 +61,12 @@ class Tuning:
             row, after one, and so on; the last for all that follow.
     """
 
-    prior: float = 0.6
+    prior: float = 0.5
     weight: float = 2.0
     memory: float = 0.97
     surprise: float = 0.002
     hope: float = 2.0
-    allowances: tuple[float, ...] = (0.01, 0.005, 0.005)
+    allowances: tuple[float, ...] = (0.005, 0.005, 0.004)
 
 
 class Acceptance:
@@ -132,6 +132,7 @@ class AutoPolicy:
         self._together = together
         self._tuning = tuning = tuning or Tuning()
         self._expected = tuning.prior if prior is None else prior
+        self._knows = prior is not None
         self._costs = costs
         self.owe(waiting_rows)
         self._positions = [Acceptance(tuning) for _ in costs.draft]
@@ -161,6 +162,9 @@ class AutoPolicy:
             self._attempt = wanted > best and (self._eager or lost <= self._saved)
             if self._attempt:
                 self._chosen, self._saved = wanted, 0.0
+        if not self._knows:
+            # Where nobody has said what to expect, one draft shows as much of the first position as several do.
+            self._chosen = min(self._chosen, 1)
         return self._chosen
 
     def pause(self) -> None:
@@ -194,7 +198,7 @@ class AutoPolicy:
         """Count the positions that a draft has shown."""
         if not drafted:
             return
-        self._owed = 0.0
+        self._owed, self._knows = 0.0, True
         # Where a drafter has no more to propose, the next position is as good as a rejected one.
         for index, expected in enumerate([self._expected, *self._estimates()][: min(accepted + 1, self._chosen)]):
             after = self._positions[index].add(index < accepted, expected)

@@ -172,6 +172,15 @@ def test_nothing_is_drawn() -> None:
     assert first != other, "control: other drafts, other choices"
 
 
+def test_where_nothing_is_known_the_first_draft_is_one_token() -> None:
+    """It shows as much of the first position as a longer one, and loses less if the head is never right."""
+    unknown, promised = AutoPolicy(FLAT), AutoPolicy(FLAT, prior=0.6)
+    assert unknown.choose(0) == 1
+    assert promised.choose(0) > 1, "control: what a build has found is gone by at once"
+    unknown.observe(1, 1)
+    assert unknown.choose(1) > 1
+
+
 def test_gaps_between_attempts_grow() -> None:
     cycles = chosen_by(AutoPolicy(STEEP), always(0.0), 600)
     tried = [number for number, (wanted, _) in enumerate(cycles) if wanted]
@@ -211,7 +220,7 @@ def test_what_a_drafter_does_not_propose_is_not_asked_for_again() -> None:
 
 
 def test_a_cycle_without_a_proposal_shows_nothing() -> None:
-    policy = AutoPolicy(FLAT)
+    policy = AutoPolicy(FLAT, prior=0.6)
     before = policy.choose(0)
     for number in range(1, 50):
         policy.observe(0, 0)
@@ -424,7 +433,7 @@ def test_auto_goes_by_the_costs_of_the_company_that_it_has_now() -> None:
         policy.observe(width, width if number % 2 else 0)
     assert np.mean([width == 2 for width in chosen[True]]) > 0.9
     assert np.mean([width == 0 for width in chosen[False]]) > 0.9
-    deaf = AutoPolicy(alone)
+    deaf = AutoPolicy(alone, prior=0.6)
     assert deaf.choose(0) == 2, "control: without company it drafts"
 
 

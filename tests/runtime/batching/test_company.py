@@ -101,7 +101,7 @@ def test_evidence_in_company_lasts_as_many_rounds_as_alone() -> None:
     generator = random.Random(1)
     spent = {}
     for fault in (False, True):
-        inner = AutoPolicy(COSTS)
+        inner = AutoPolicy(COSTS, prior=0.6)
         shared = shared_over(inner, COSTS)
         drafting = 0
         for _ in range(400):
