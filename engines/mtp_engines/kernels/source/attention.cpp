@@ -12,6 +12,17 @@ namespace mtp {
 namespace {
 
 constexpr int kVector = 8;
+constexpr int kLine = 16;      // Numbers of a line of the caches.
+constexpr int kRowsAhead = 4;  // The processor's own prefetching stops at each page, which is four rows of 256 numbers.
+
+// A line into the second cache.
+void fetch(const float* from, size_t offset) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + offset), _MM_HINT_T1);
+}
+
+const float* row_of(const float* rows, int row, int width) {
+    return rows == nullptr ? rows : rows + static_cast<size_t>(row) * width;
+}
 
 // Sums of the lanes of four registers, each in the order ((0+1)+(2+3)) + ((4+5)+(6+7)).
 __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
@@ -21,13 +32,18 @@ __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
 
 float sum_of(__m256 a) { return _mm_cvtss_f32(sums_of(a, a, a, a)); }
 
-// Scores of Q queries and K keys, [query][position].
+// Scores of Q queries and K keys, [query][position]; meanwhile as many rows of `values` are fetched, if it is not nullptr.
 template <int Q, int K>
-void score(const float* queries, const float* keys, int width, float (*scores)[kChunk]) {
+void score(const float* queries, const float* keys, const float* values, int width, float (*scores)[kChunk]) {
     __m256 sums[K][kQueryTile];
     for (int k = 0; k < K; ++k)
         for (int q = 0; q < kQueryTile; ++q) sums[k][q] = _mm256_setzero_ps();
     for (int i = 0; i < width; i += kVector) {
+        if (values != nullptr && i % kLine == 0)
+            for (int k = 0; k < K; ++k) {
+                _mm_prefetch(reinterpret_cast<const char*>(keys + (k + kRowsAhead) * width + i), _MM_HINT_T0);
+                fetch(values, static_cast<size_t>(k) * width + i);
+            }
         __m256 query[Q];
         for (int q = 0; q < Q; ++q) query[q] = _mm256_loadu_ps(queries + q * width + i);
         for (int k = 0; k < K; ++k) {
@@ -43,13 +59,14 @@ void score(const float* queries, const float* keys, int width, float (*scores)[k
 }
 
 template <int Q>
-void score_all(const float* queries, const float* keys, int width, int positions, float (*scores)[kChunk]) {
+void score_all(const float* queries, const float* keys, const float* values, int width, int positions,
+               float (*scores)[kChunk]) {
     constexpr int together = Q == 4 ? 2 : 3;
     int k = 0;
     const auto at = [&](int position) { return reinterpret_cast<float(*)[kChunk]>(&scores[0][position]); };
     for (; k + together <= positions; k += together)
-        score<Q, together>(queries, keys + static_cast<size_t>(k) * width, width, at(k));
-    for (; k < positions; ++k) score<Q, 1>(queries, keys + static_cast<size_t>(k) * width, width, at(k));
+        score<Q, together>(queries, row_of(keys, k, width), row_of(values, k, width), width, at(k));
+    for (; k < positions; ++k) score<Q, 1>(queries, row_of(keys, k, width), row_of(values, k, width), width, at(k));
 }
 
 // Scores become exp(score - greatest), those that are not seen 0.
@@ -74,13 +91,16 @@ void soften(float* scores, int visible, int positions, Partial& found) {
     found.sum = sum_of(sum);
 }
 
-// Adds N rows of values, weighted, to the sums of Q queries: position after position.
+// Adds N rows of values, weighted, to the sums of Q queries: position after position. Meanwhile N rows of `next` are
+// fetched, if it is not nullptr.
 template <int Q, int N>
-void weigh(const float* values, int width, const float (*weights)[kChunk], float* const* sums) {
+void weigh(const float* values, const float* next, int width, const float (*weights)[kChunk], float* const* sums) {
     __m256 weight[Q][N];
     for (int q = 0; q < Q; ++q)
         for (int n = 0; n < N; ++n) weight[q][n] = _mm256_broadcast_ss(&weights[q][n]);
     for (int i = 0; i < width; i += kVector) {
+        if (next != nullptr && i % kLine == 0)
+            for (int n = 0; n < N; ++n) fetch(next, static_cast<size_t>(n) * width + i);
         __m256 sum[Q];
         for (int q = 0; q < Q; ++q) sum[q] = _mm256_loadu_ps(sums[q] + i);
         for (int n = 0; n < N; ++n) {
@@ -93,25 +113,25 @@ void weigh(const float* values, int width, const float (*weights)[kChunk], float
 
 // Positions from `first` on. What a query does not see must not meet it, not even with weight 0: it may not be finite.
 template <int Q>
-void weigh_all(const float* values, int width, int first, int positions, const float (*weights)[kChunk],
-               float* const* sums) {
+void weigh_all(const float* values, const float* next, int width, int first, int positions,
+               const float (*weights)[kChunk], float* const* sums) {
     int n = first;
     const auto at = [&](int position) { return reinterpret_cast<const float(*)[kChunk]>(&weights[0][position]); };
-    for (; n + 4 <= positions; n += 4) weigh<Q, 4>(values + static_cast<size_t>(n) * width, width, at(n), sums);
-    for (; n < positions; ++n) weigh<Q, 1>(values + static_cast<size_t>(n) * width, width, at(n), sums);
+    for (; n + 4 <= positions; n += 4) weigh<Q, 4>(row_of(values, n, width), row_of(next, n, width), width, at(n), sums);
+    for (; n < positions; ++n) weigh<Q, 1>(row_of(values, n, width), row_of(next, n, width), width, at(n), sums);
 }
 
 }  // namespace
 
 void attend_chunk(const float* queries, int count, const int* visible, const float* keys, const float* values, int width,
-                  Partial* const* found) {
+                  Partial* const* found, const Ahead& ahead) {
     alignas(32) float scores[kQueryTile][kChunk];
     const int positions = *std::max_element(visible, visible + count);
     switch (count) {
-        case 1: score_all<1>(queries, keys, width, positions, scores); break;
-        case 2: score_all<2>(queries, keys, width, positions, scores); break;
-        case 3: score_all<3>(queries, keys, width, positions, scores); break;
-        default: score_all<4>(queries, keys, width, positions, scores); break;
+        case 1: score_all<1>(queries, keys, ahead.values, width, positions, scores); break;
+        case 2: score_all<2>(queries, keys, ahead.values, width, positions, scores); break;
+        case 3: score_all<3>(queries, keys, ahead.values, width, positions, scores); break;
+        default: score_all<4>(queries, keys, ahead.values, width, positions, scores); break;
     }
     for (int q = 0; q < count; ++q) {
         std::fill(found[q]->values, found[q]->values + width, 0.f);
@@ -119,12 +139,12 @@ void attend_chunk(const float* queries, int count, const int* visible, const flo
     }
     for (int q = 0; q < count; q += 2) {
         if (q + 1 == count) {
-            weigh_all<1>(values, width, 0, visible[q], scores + q, &found[q]->values);
+            weigh_all<1>(values, q == 0 ? ahead.next_keys : nullptr, width, 0, visible[q], scores + q, &found[q]->values);
             continue;
         }
         float* sums[2] = {found[q]->values, found[q + 1]->values};
-        weigh_all<2>(values, width, 0, visible[q], scores + q, sums);
-        weigh_all<1>(values, width, visible[q], visible[q + 1], scores + q + 1, sums + 1);
+        weigh_all<2>(values, q == 0 ? ahead.next_keys : nullptr, width, 0, visible[q], scores + q, sums);
+        weigh_all<1>(values, nullptr, width, visible[q], visible[q + 1], scores + q + 1, sums + 1);
     }
 }
 

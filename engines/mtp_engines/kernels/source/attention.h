@@ -16,6 +16,12 @@ struct Partial {
     float* values;
 };
 
+// What is brought into the cache while a chunk is worked off, since memory would idle meanwhile: the chunk's own values
+// during the scores, then the keys of the next one. nullptr where it is there already, or where none follows.
+struct Ahead {
+    const float *values, *next_keys;
+};
+
 // One chunk: `visible[i]` of its positions are seen by query i, by a later one never fewer, by the last one at least one.
 //
 // Args:
@@ -23,7 +29,7 @@ struct Partial {
 //     keys, values: the chunk's first row, float32[positions, width].
 //     found: where to write, for each query.
 void attend_chunk(const float* queries, int count, const int* visible, const float* keys, const float* values, int width,
-                  Partial* const* found);
+                  Partial* const* found, const Ahead& ahead);
 
 // Adds the next chunk to what was before it.
 void fold(Partial& before, const Partial& next, int width);

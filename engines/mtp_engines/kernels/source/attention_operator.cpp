@@ -79,12 +79,18 @@ void append(void* data, size_t task) {
 
 // A chunk of a cache head, for up to four queries from `first` on.
 void attend_tile(const Attention& a, int sequence, int head, int chunk, int first, const float* queries,
-                 Partial* const* found) {
+                 Partial* const* found, bool is_first) {
     const int count = std::min(kQueryTile, a.queries() - first);
     int visible[kQueryTile];
     for (int q = 0; q < count; ++q) visible[q] = a.visible(sequence, first + q, chunk);
-    attend_chunk(queries, count, visible, a.cache(a.keys, sequence, head, chunk * kChunk),
-                 a.cache(a.values, sequence, head, chunk * kChunk), a.width, found);
+    const float* values = a.cache(a.values, sequence, head, chunk * kChunk);
+    Ahead ahead{};
+    // Later tiles find what the first one has read.
+    if (is_first) {
+        const bool follows = chunk + 1 < a.chunks_of(sequence, a.queries() - 1);
+        ahead = {values, follows ? a.cache(a.keys, sequence, head, (chunk + 1) * kChunk) : nullptr};
+    }
+    attend_chunk(queries, count, visible, a.cache(a.keys, sequence, head, chunk * kChunk), values, a.width, found, ahead);
 }
 
 void shared_chunk(void* data, size_t task) {
@@ -103,7 +109,7 @@ void shared_chunk(void* data, size_t task) {
             found[q] = a.partial(sequence, head, chunk, first + q);
             pointers[q] = &found[q];
         }
-        attend_tile(a, sequence, head, chunk, first, queries.data(), pointers);
+        attend_tile(a, sequence, head, chunk, first, queries.data(), pointers, first == 0);
         for (int q = 0; q < count; ++q) {
             float* at = found[q].values - 2;
             at[0] = found[q].greatest, at[1] = found[q].sum;
@@ -147,7 +153,8 @@ void row_block(void* data, size_t task) {
                 found[q] = {0, 0, fresh + static_cast<size_t>(q) * a.width};
                 pointers[q] = chunk == 0 ? &all[first - begin + q] : &found[q];
             }
-            attend_tile(a, sequence, head, chunk, first, queries + static_cast<size_t>(first - begin) * a.width, pointers);
+            attend_tile(a, sequence, head, chunk, first, queries + static_cast<size_t>(first - begin) * a.width, pointers,
+                        first == begin);
             if (chunk == 0) continue;
             for (int q = 0; q < tile; ++q)
                 if (a.visible(sequence, first + q, chunk) > 0) fold(all[first - begin + q], found[q], a.width);
