@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound, zeros
+from mtp_engines.backends.onnxruntime_cpu.buffers import AnyArray, Bound
 from mtp_engines.backends.onnxruntime_cpu.sessions import Sessions
 from mtp_engines.backends.onnxruntime_cpu.state import Scratch, TargetState
 from mtp_engines.contracts import names
@@ -68,11 +68,13 @@ class Step:
         self._replayable = rows <= limits.max_draft_tokens + 1 or batch > 1
         used = sides[: 2 if batch == 1 else 1] if self._replayable else ()
         self.factors = [side.factors(batch, rows) for side in used]
-        self._widths = {index: sum(mixer.factor_widths.values()) for index, mixer in spec.delta_layers()}
+        # Rows that wait begin where the memory does, whatever run they come from.
+        most = limits.max_draft_tokens + 1 if batch == 1 else 0
+        self._before = [side.factors(batch, most) for side in sides]
         self._factor_rows = np.array([rows if self._replayable else 0], np.int64)
         self._pending_rows, self._keeps_rows = np.zeros(batch, np.int64), np.ones(1, np.int64)
         self._sessions = sessions
-        self._bound: dict[tuple[int, int, int], Bound] = {}
+        self._bound: dict[tuple[int, int], Bound] = {}
         self._replays: dict[tuple[int, int, int], tuple[Bound, Ids]] = {}
 
     @cached_property
@@ -87,13 +89,12 @@ class Step:
         Args:
             keeps: write the states after all rows into the other half, and not those before them.
         """
-        half, most = self.state.committed(), 0 if waiting is None else waiting.step.rows
-        side = 0 if waiting is None else 1 - waiting.side
-        if (half, side, most) not in self._bound:
-            self._bound[half, side, most] = self._bind(half, side, waiting)
+        half, side = self.state.committed(), 0 if waiting is None else 1 - waiting.side
+        if (half, side) not in self._bound:
+            self._bound[half, side] = self._bind(half, side)
         self._pending_rows[:] = 0 if waiting is None else waiting.kept
         self._keeps_rows[:] = keeps
-        self._bound[half, side, most].run()
+        self._bound[half, side].run()
         return Staged(self, side, keeps)
 
     def replay(self, kept: Ids, side: int) -> None:
@@ -121,9 +122,7 @@ class Step:
         accepted[:] = kept
         bound.run()
 
-    def _bind(self, half: int, side: int, waiting: Pending | None) -> Bound:
-        none = {layer: zeros(self.state.batch, 0, width) for layer, width in self._widths.items()}
-        before = none if waiting is None else waiting.step.factors[waiting.side]
+    def _bind(self, half: int, side: int) -> Bound:
         inputs = {
             names.INPUT_IDS: self.tokens,
             names.POSITION_IDS: self.positions,
@@ -131,7 +130,7 @@ class Step:
             FACTOR_ROWS: self._factor_rows,
             PENDING_ROWS: self._pending_rows,
             KEEPS_ROWS: self._keeps_rows,
-            **{pending(layer): array for layer, array in before.items()},
+            **{pending(layer): array for layer, array in self._before[1 - side].items()},
             **self.state.past(half),
         }
         outputs = {names.HIDDEN: self.hidden, **self.state.present(half)}
