@@ -160,7 +160,7 @@ def head_logits(model: Model, outputs: Arrays) -> np.ndarray:
     engine: Any = model.engine
     if engine.sessions.draft_head is None:
         return engine.sequences().logits(outputs[names.HIDDEN_OUT])
-    (logits,) = engine.sessions.draft_head.run([names.LOGITS], {names.HIDDEN: outputs[names.HIDDEN_OUT]})
+    (logits,) = engine.sessions.draft_head.score.run([names.LOGITS], {names.HIDDEN: outputs[names.HIDDEN_OUT]})
     return np.asarray(logits)
 
 
