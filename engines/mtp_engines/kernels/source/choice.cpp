@@ -22,14 +22,9 @@ struct Best {
     float spoilt;  // 0, or NaN where a product is not finite.
 };
 
-float* lanes_of(__m256 values, float (&lanes)[kVector]) {
-    _mm256_storeu_ps(lanes, values);
-    return lanes;
-}
-
 // The first of the greatest of `count` values, which are those of the columns from `first` on.
 Best best_of(const float* values, int count, int first) {
-    float lanes[kVector];
+    float greatest[kVector], spoilt[kVector];
     __m256 most = _mm256_set1_ps(kLeast), nothing = _mm256_setzero_ps();
     int i = 0;
     for (; i + kVector <= count; i += kVector) {
@@ -37,8 +32,10 @@ Best best_of(const float* values, int count, int first) {
         most = _mm256_max_ps(given, most);
         nothing = _mm256_fmadd_ps(given, _mm256_setzero_ps(), nothing);
     }
-    Best best{*std::max_element(lanes_of(most, lanes), lanes + kVector), first, 0};
-    for (const float lane : *reinterpret_cast<float(*)[kVector]>(lanes_of(nothing, lanes))) best.spoilt += lane;
+    _mm256_storeu_ps(greatest, most);
+    _mm256_storeu_ps(spoilt, nothing);
+    Best best{*std::max_element(greatest, greatest + kVector), first, 0};
+    for (const float lane : spoilt) best.spoilt += lane;
     for (; i < count; ++i) {
         best.value = std::max(best.value, values[i]);
         best.spoilt += values[i] * 0;
@@ -104,7 +101,7 @@ Operation packed_choice() {
     Operation operation = operation_of<1, 2>();
     operation.name = [](const Operation*) { return "PackedChoice"; };
     operation.output_type = [](const Operation*, size_t index) { return index == 0 ? runtime::kInt64 : runtime::kFloat; };
-    operation.create = create_with_matrices<Matrices>;
+    operation.create = create_with_matrices;
     operation.compute = without_exceptions<compute>;
     operation.destroy = [](void* state) { delete static_cast<Matrices*>(state); };
     return operation;

@@ -43,13 +43,24 @@ Status* count_rows(const Matrices& matrices, const Tensor& x, int* count) {
     return nullptr;
 }
 
+Status* create_with_matrices(const Operation*, const void* table, const runtime::Info* info, void** state) {
+    const Api api(table);
+    try {
+        auto kernel = std::make_unique<Matrices>(api);
+        if (Status* status = kernel->load(info)) return status;
+        *state = kernel.release();
+        return nullptr;
+    } catch (const std::bad_alloc&) {
+        return api.error(kNoMemory);
+    }
+}
+
 int groups_of_task(const Matrix& matrix) {
     return static_cast<int>(std::max<size_t>(1, kTaskBytes / group_bytes(matrix)));
 }
 
 Status* Rows::set(const Matrices& matrices, runtime::Context* context, const Tensor& x) {
     values = x.floats(), columns = matrices.columns();
-    if (Status* status = count_rows(matrices, x, &count)) return status;
     for (const Matrix* matrix : matrices.all) {
         if (matrix->kind == Kind::blocks) blocks.resize(count, matrix->blocks, matrices.used);
         if (matrix->kind == Kind::rotated) {
@@ -139,7 +150,7 @@ Operation packed_product() {
     Operation operation = operation_of<1, 1>();
     operation.name = [](const Operation*) { return "PackedProduct"; };
     operation.output_kind = [](const Operation*, size_t) { return several; };
-    operation.create = create_with_matrices<Matrices>;
+    operation.create = create_with_matrices;
     operation.compute = without_exceptions<compute>;
     operation.destroy = [](void* state) { delete static_cast<Matrices*>(state); };
     return operation;

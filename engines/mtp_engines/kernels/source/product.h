@@ -1,7 +1,6 @@
 // Rows times packed matrices: what the operators that do so have in common.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "matrices.h"
@@ -36,7 +35,7 @@ struct Rows {
     BlockInput blocks;
     RotatedInput rotated;
 
-    // Turns and rounds rows of `x` on the session's threads.
+    // Turns and rounds the `count` rows of `x` on the session's threads.
     Status* set(const Matrices& matrices, runtime::Context* context, const Tensor& x);
     void multiply(const Matrix& matrix, int first_group, int last_group, const Output& out) const;
 };
@@ -47,17 +46,7 @@ Status* count_rows(const Matrices& matrices, const Tensor& x, int* count);
 // Groups of a matrix that one task multiplies with.
 int groups_of_task(const Matrix& matrix);
 
-template <class Kernel>
-Status* create_with_matrices(const Operation*, const void* table, const runtime::Info* info, void** state) {
-    const Api api(table);
-    try {
-        auto kernel = std::make_unique<Kernel>(api);
-        if (Status* status = kernel->load(info)) return status;
-        *state = kernel.release();
-        return nullptr;
-    } catch (const std::bad_alloc&) {
-        return api.error(kNoMemory);
-    }
-}
+// Makes the `Matrices` of a node.
+Status* create_with_matrices(const Operation*, const void* table, const runtime::Info* info, void** state);
 
 }  // namespace mtp
